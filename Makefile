@@ -1,0 +1,86 @@
+# One command each. `make` alone says what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two workers: broker and UCX tests start real processes, and more of them at once only measure each other.
+TEST_JOBS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint style types imports sizes words format bench clean distclean
+.NOTPARALLEL:
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install kvbus with everything that demo and test need
+
+# The first Python >= 3.11 that really starts (a version manager's shim may exist and still refuse) and can make a
+# virtual environment (Debian packs ensurepip apart).
+$(STAMP): pyproject.toml constraints.txt
+	@python=""; \
+	for name in $${PYTHON:-} python3 python3.11 python3.12 python3.13 python3.14; do \
+	  if "$$name" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python="$$name"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "kvbus needs Python 3.11 or newer with venv; none was found as python3, python3.11 ... python3.14." >&2; \
+	  echo "Install one (on Debian and Ubuntu: apt-get install python3 python3-venv)," >&2; \
+	  echo "or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "setup: using $$("$$python" --version) ($$python)"; \
+	"$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,transformers,dev]'
+	@touch $@
+
+demo: setup ## get the model, then move a real prompt's KV from one instance to another
+	$(BIN)/python scripts/get_model
+	$(BIN)/kvbus demo --engine transformers
+
+test: lint ## lint, then all tests, then the coverage gate
+	rm -f .coverage .coverage.* coverage.json
+	$(BIN)/python -m pytest -m "not slow and not model" -n $(TEST_JOBS) --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or model" --cov --cov-append --cov-report= $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: none
+	$(BIN)/python -m coverage json --quiet -o coverage.json
+	$(BIN)/python scripts/check_coverage.py coverage.json
+
+lint: setup style types imports sizes words ## style, types, rings and imports, sizes, words (each a target too)
+
+style:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy
+
+# tests/unit/test_gates.py runs this target on copies of the package with planted faults.
+imports:
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python scripts/check_imports.py
+
+sizes:
+	$(BIN)/python scripts/check_sizes.py
+
+words:
+	$(BIN)/python scripts/check_words.py
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## run every benchmark; each prints ratios measured side by side in one run
+	@found=0; for file in bench/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
+	done; \
+	if [ $$found = 0 ]; then echo "there is no benchmark in bench/ yet" >&2; exit 1; fi
+
+clean: ## remove caches and what test runs leave
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache htmlcov test-results
+	rm -f .coverage .coverage.* coverage.json
+	find kvbus tests scripts bench docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## also remove .venv
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Move KV-cache pages between LLM inference instances, with ownership that can be proved."""

@@ -1,0 +1,6 @@
+"""`python -m kvbus` is `kvbus`."""
+
+from kvbus.cli import main
+
+if __name__ == "__main__":
+    main()

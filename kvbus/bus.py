@@ -1,0 +1,400 @@
+"""The bus over NATS: the only file that imports its client.
+
+The promises are those of `kvbus.transport.Bus`. What is here beyond calling the client guards against its measured
+faults: a callback that raises kills the connection without a word, an oversized message closes it for good, calls hang
+through an outage. So every callback is wrapped, every message is measured first, every call has a bound, and a client
+that closed is replaced (`kvbus.bus_link`) with all its subscriptions.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import nats.errors
+from nats.aio.client import Client as NatsClient
+from nats.aio.client import Server
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from kvbus import bus_guards as guards
+from kvbus.bus_assets import AssetLimits, Assets, WorkLimits
+from kvbus.bus_guards import CONNECT_BUDGET_S, Credentials, Tally, within
+from kvbus.bus_jetstream import CALL_S, Fetched, JetStream
+from kvbus.bus_link import RETRY_MAX_S, RETRY_MIN_S, Link, RunningSubscription
+from kvbus.errors import BusError
+from kvbus.topics import Topics
+from kvbus.transport import (
+    BusHealth,
+    Delivery,
+    Entry,
+    Handler,
+    NoAnswer,
+    NotStored,
+    Responder,
+    Stored,
+    Subscription,
+    Work,
+)
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ATTEMPT_S = 2
+_PING_S, _PINGS_MISSED = 3, 2  # a half-open connection is found within ten seconds; the client's own is six minutes
+_PENDING_MAX_BYTES = 8 << 20  # eight of the largest messages; the client's own 2 MiB hold two
+_DRAIN_S = 5
+_ANSWERS_MAX = 64  # in progress at once: as many as a destination runs transfers; more requests wait their turn
+_QUEUED_MAX_MESSAGES, _QUEUED_MAX_BYTES = 8_192, 64 << 20  # beyond it a slow handler's messages drop, counted
+_PULL_ENDED = frozenset({"404", "408"})  # nothing there; the wait is over
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """A subscription that outlives the client it runs on."""
+
+    subject: str
+    on_message: Callable[[Msg], Awaitable[None]]
+    active: NatsSubscription | None = None
+
+
+class NatsBus:
+    """A bus over one NATS connection; make it with `await NatsBus.connect(url, name=…)`."""
+
+    def __init__(
+        self, url: str, name: str, credentials: Credentials, *, topics: Topics, limits: AssetLimits, work: WorkLimits
+    ) -> None:
+        self._url = url
+        self._name = name
+        self._credentials = credentials
+        self._prefix = topics.prefix
+        self._tally = Tally(_log)
+        self._link: Link[NatsClient] = Link(guards.shown(url), self._tally, self._open)
+        self._streams = JetStream(self, Assets(topics, limits), work, self._tally)
+        self._routes: list[_Route] = []
+        self._inboxes: dict[tuple[str, str], NatsSubscription] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._answer_places = asyncio.Semaphore(_ANSWERS_MAX)
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        token: str | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        topics: Topics | None = None,
+        limits: AssetLimits | None = None,
+        work: WorkLimits | None = None,
+    ) -> "NatsBus":
+        """Return a connected bus, kept through any outage; BusError or ConfigError (old server) within ten seconds."""
+        credentials = Credentials(token or None, user, password)
+        limits = limits or AssetLimits()
+        bus = cls(url, name, credentials, topics=topics or Topics(), limits=limits, work=work or WorkLimits())
+        await bus._link.start()
+        return bus
+
+    # -------------------------------------------------------------------------------------------------- messages
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send at most once; BusError while there is no connection or where the message is too long."""
+        self._check(subject, data)
+        await self.tell(subject, data)
+
+    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0) -> Stored | NotStored:
+        """Send into the subject's stream and await the ack; repeats of a message id are stored once.
+
+        A lost ack is asked for again within the wait, with the same id. BusError when the wait ends without one: the
+        message may be stored or not, so call again with the same id.
+        """
+        self._check(subject, data, {"Nats-Msg-Id": message_id})
+        return await self._streams.store(subject, data, message_id, wait_s)
+
+    async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
+        """Ask and await one answer."""
+        self._check(subject, data)
+        try:
+            return (await self._request(subject, data, None, wait_s)).data
+        except nats.errors.NoRespondersError:
+            return NoAnswer("nobody_listens")
+        except TimeoutError:
+            return NoAnswer("late")
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        """Hear a subject or filter; active at the server when this returns. Handlers run one at a time, in order.
+
+        A handler that raises is counted and logged, and hears the next message. It must not close its own subscription.
+        """
+
+        async def on_message(message: Msg) -> None:
+            try:
+                await handler(_delivery(message))
+            except Exception as error:
+                self._tally.complain("handler_raised", f"{subject}: {error!r}")
+
+        return await self._add_route(_Route(subject, on_message))
+
+    async def respond(self, subject: str, responder: Responder) -> Subscription:
+        """Answer requests on a subject, up to 64 at once over all subjects; later ones wait.
+
+        A responder that raises answers nothing: it is counted, logged, and the requester's wait ends by itself.
+        """
+
+        async def on_message(message: Msg) -> None:
+            await self._answer_places.acquire()
+            task = asyncio.create_task(self._answer(message, responder))
+            self._answering.add(task)
+            task.add_done_callback(self._answered)
+
+        return await self._add_route(_Route(subject, on_message))
+
+    async def _answer(self, message: Msg, responder: Responder) -> None:
+        try:
+            answer = await responder(_delivery(message))
+            if message.reply:
+                self._check(message.reply, answer)
+                await self.tell(message.reply, answer)
+        except Exception as error:
+            self._tally.complain("responder_raised", f"{message.subject}: {error!r}")
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._answering.discard(task)
+        self._answer_places.release()
+
+    # ------------------------------------------------------------------------------ streams, work queue, buckets
+
+    async def take_work(self, subject_filter: str, *, consumer: str, most: int, wait_s: float) -> Sequence[Work]:
+        """Take up to `most` requests from the work queue; empty when none came within the wait, outages included."""
+        return await self._streams.take_work(subject_filter, consumer, most, wait_s)
+
+    async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
+        """Read stored messages of a facts or settle subject or filter, oldest first, from after a stream sequence.
+
+        Fewer than `most` means that the end was reached; whatever keeps it from knowing that is a BusError.
+        """
+        return await self._streams.history(subject_filter, after_sequence, most)
+
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        """Return a bucket's value, or None where there is none (or it expired)."""
+        return await self._streams.get(bucket, key)
+
+    async def put(self, bucket: str, key: str, value: bytes) -> None:
+        """Store a value whatever stands there; it lives as long as the bucket's time to live says."""
+        self._check(f"{self._prefix}.bucket", value)
+        await self._streams.put(bucket, key, value)
+
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
+        """Store only if the key's revision is still this one (0: does not exist); True if it was stored.
+
+        After a BusError it may or may not have been stored: read the key.
+        """
+        self._check(f"{self._prefix}.bucket", value)
+        return await self._streams.compare_and_set(bucket, key, value, revision)
+
+    async def keys(self, bucket: str) -> Sequence[str]:
+        """Return the bucket's keys, sorted."""
+        return await self._streams.keys(bucket)
+
+    async def ensure_assets(self) -> None:
+        """Create missing streams and buckets; ConfigError where an existing one has another shape. Deletes nothing."""
+        await self._streams.ensure_assets()
+
+    # ---------------------------------------------------------------------------------- the door for JetStream
+
+    @property
+    def closing(self) -> bool:
+        """Whether this bus has ended, for waits that would otherwise sit an outage out."""
+        return self._link.closing
+
+    async def ask(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, wait_s: float) -> bytes:
+        """Ask; TimeoutError if no answer comes, BusError where nobody could give one. Measures nothing."""
+        try:
+            return (await self._request(subject, data, headers, wait_s)).data
+        except nats.errors.NoRespondersError as error:
+            raise BusError("no stream answers for this; was ensure_assets run?", subject=subject) from error
+
+    async def tell(self, subject: str, data: bytes) -> None:
+        """Send without an answer. Measures nothing."""
+        await self._call(self._link.client.publish(subject, data), CALL_S)
+
+    async def fetch(self, stream: str, consumer: str, *, most: int, wait_s: float) -> Sequence[Fetched]:
+        """Pull until `most` came or the broker says that the wait is over; TimeoutError if nothing came."""
+        inbox = await self._inbox(stream, consumer)
+        pull = json.dumps({"batch": most, "expires": int(wait_s * 1e9)}).encode()
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        await self._call(self._link.client.publish(subject, pull, reply=inbox.subject), CALL_S)
+        fetched: list[Fetched] = []
+        while len(fetched) < most:
+            try:
+                message = await self._call(inbox.next_msg(timeout=wait_s + 1), wait_s + 2)
+            except TimeoutError:
+                await self.leave(stream, consumer)  # the pull is lost, or its answer will come late: to nobody
+                break
+            if (status := (message.headers or {}).get("Status")) is None:
+                fetched.append(_fetched(message))
+                continue
+            if not fetched and status not in _PULL_ENDED:
+                raise BusError("the broker ended a pull", consumer=consumer, status=status)
+            break
+        if not fetched:
+            raise TimeoutError
+        return fetched
+
+    async def leave(self, stream: str, consumer: str) -> None:
+        """Stop listening for what a consumer delivers."""
+        inbox = self._inboxes.pop((stream, consumer), None)
+        if inbox is not None and self._link.connected:
+            await self._call(inbox.unsubscribe(), CALL_S)
+
+    async def _inbox(self, stream: str, consumer: str) -> NatsSubscription:
+        client = self._link.client
+        if (found := self._inboxes.get((stream, consumer))) is None:
+            found = await self._call(client.subscribe(client.new_inbox()), CALL_S)
+            self._inboxes[stream, consumer] = found
+        return found
+
+    async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None, wait_s: float) -> Msg:
+        call = self._link.client.request(subject, data, timeout=wait_s, headers=dict(headers) if headers else None)
+        return await self._call(call, wait_s + 1)
+
+    async def _call(self, call: Awaitable[T], budget_s: float) -> T:
+        try:
+            return await within(call, budget_s)
+        except (TimeoutError, nats.errors.NoRespondersError):
+            raise
+        except (nats.errors.Error, OSError) as error:
+            raise BusError("the client failed; call again", broker=self._link.where, reason=repr(error)) from error
+
+    def _check(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        limit_bytes = min(guards.limit_for(subject, self._prefix), self._link.client.max_payload)
+        guards.check_message(subject, data, headers, limit_bytes=limit_bytes)
+
+    # --------------------------------------------------------------------------------- connection, subscriptions
+
+    def health(self) -> BusHealth:
+        """Say whether a message could be sent now, to which server, and what went wrong so far."""
+        return BusHealth(self._link.connected, self._link.where, self._tally.counters())
+
+    async def close(self) -> None:
+        """Flush, stop subscriptions, disconnect; bounded, repeatable."""
+        if self._answering and self._link.connected:
+            await asyncio.wait(self._answering, timeout=_DRAIN_S)
+        for task in tuple(self._answering):
+            task.cancel()
+        self._link.closing = True  # refuses new calls; `connected` is false from here on
+        for inbox in self._inboxes.values():
+            while inbox.pending_msgs:
+                await inbox.next_msg()  # there, so at once; a drain would wait for what nobody fetches any more
+        await self._link.close()
+
+    async def _add_route(self, route: _Route) -> Subscription:
+        self._routes.append(route)  # first: a client that is replaced meanwhile takes the route along
+        try:
+            await self._attach(self._link.client, route)
+        except BaseException:
+            self._routes.remove(route)
+            raise
+        return RunningSubscription(lambda: self._drop_route(route))
+
+    async def _attach(self, client: NatsClient, route: _Route) -> None:
+        subscribing = client.subscribe(
+            route.subject,
+            cb=route.on_message,
+            pending_msgs_limit=_QUEUED_MAX_MESSAGES,
+            pending_bytes_limit=_QUEUED_MAX_BYTES,
+        )
+        try:
+            route.active = await self._call(subscribing, CALL_S)
+            await self._call(client.flush(), CALL_S)  # until then the server may not know of it
+        except TimeoutError as error:
+            raise BusError("the broker did not confirm a subscription in time", subject=route.subject) from error
+
+    async def _drop_route(self, route: _Route) -> None:
+        if route in self._routes:
+            self._routes.remove(route)
+        active, route.active = route.active, None
+        if active is not None and self._link.connected:
+            await self._call(active.unsubscribe(), CALL_S)
+
+    async def _open(self) -> NatsClient:
+        client = NatsClient()
+        refused = asyncio.Event()
+        last: list[Exception] = []
+        opening = True
+
+        async def on_error(error: Exception) -> None:
+            last[:] = [error]
+            if "authorization" in str(error).lower():
+                refused.set()
+            if not opening:  # until then the last error tells the story
+                await self._link.on_error(error)
+
+        try:
+            await self._connect(client, on_error, refused)
+            opening = False
+            version = client.connected_server_version
+            guards.check_version((version.major, version.minor), self._link.where)
+            self._inboxes.clear()
+            for route in tuple(self._routes):
+                await self._attach(client, route)
+        except BaseException as error:
+            await self._link.retire(client, drain=False)
+            if isinstance(error, TimeoutError | nats.errors.Error | OSError):
+                raise guards.unreachable(
+                    self._link.where, last[-1] if last else error, credentials=refused.is_set()
+                ) from error
+            raise
+        return client
+
+    async def _connect(
+        self, client: NatsClient, on_error: Callable[[Exception], Awaitable[None]], refused: asyncio.Event
+    ) -> None:
+        def elsewhere(servers: list[Server], _info: dict[str, object]) -> tuple[Server | None, float]:
+            return servers[0], guards.jittered(RETRY_MIN_S, RETRY_MAX_S)
+
+        connecting = client.connect(
+            self._url,
+            name=self._name,
+            error_cb=on_error,
+            disconnected_cb=self._link.on_disconnected,
+            reconnected_cb=self._link.on_reconnected,
+            closed_cb=self._link.on_closed,
+            connect_timeout=_ATTEMPT_S,
+            reconnect_time_wait=1,  # between attempts of the first connect; later ones follow `elsewhere`
+            max_reconnect_attempts=-1,
+            reconnect_to_server_handler=elsewhere,
+            ping_interval=_PING_S,
+            max_outstanding_pings=_PINGS_MISSED,
+            pending_size=_PENDING_MAX_BYTES,
+            flush_timeout=_ATTEMPT_S,
+            drain_timeout=_DRAIN_S,
+            token=self._credentials.token,
+            user=self._credentials.user,
+            password=self._credentials.password,
+        )
+        # The client would try again for ever with credentials that the server has refused.
+        await guards.within_unless(connecting, refused, CONNECT_BUDGET_S)
+
+
+def _delivery(message: Msg) -> Delivery:
+    headers = message.headers or {}
+    return Delivery(
+        message.subject,
+        message.data,
+        _number(headers.get("Nats-Sequence")),
+        _number(headers.get("Nats-Last-Sequence")),
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() else 0
+
+
+def _fetched(message: Msg) -> Fetched:
+    at = message.metadata
+    delivery = Delivery(message.subject, message.data, at.sequence.stream)
+    return Fetched(delivery, at.num_delivered, at.sequence.consumer, at.num_pending, message.reply)

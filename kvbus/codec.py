@@ -1,0 +1,65 @@
+"""msgpack both ways; the only file that imports it, so that its settings stand once.
+
+Everything that crosses a process boundary as a message (bus events, grants, frames to an engine) is one msgpack map.
+Decoding is bounded and strict: no extension types, string keys only, and any malformed input is a PeerError.
+"""
+
+from collections.abc import Iterable
+from typing import cast
+
+import msgpack
+
+from kvbus.errors import PeerError
+
+# 1 MiB is the broker's default max_payload; nothing larger can arrive over the bus, and local frames keep to it too.
+MESSAGE_LENGTH_MAX_BYTES = 1 << 20
+
+
+def pack(document: dict[str, object]) -> bytes:
+    """Return the msgpack bytes of one map."""
+    return cast("bytes", msgpack.packb(document, use_bin_type=True))
+
+
+def unpack(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_MAX_BYTES) -> dict[str, object]:
+    """Return the map that the bytes hold; PeerError if they are too long, malformed, or not a map with string keys."""
+    if len(data) > length_max_bytes:
+        raise PeerError("message is too long", length_bytes=len(data), length_max_bytes=length_max_bytes)
+    try:
+        document = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            object_hook=_plain_map,
+            list_hook=_plain_list,
+        )
+    except PeerError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:  # msgpack's own errors all derive from ValueError
+        raise PeerError("message is not valid msgpack", reason=str(error)[:200]) from error
+    if not isinstance(document, dict):
+        raise PeerError("message must be a msgpack map", got=type(document).__name__)
+    return document
+
+
+def _plain_map(values: dict[object, object]) -> dict[object, object]:
+    for key in values:
+        if not isinstance(key, str):
+            raise PeerError("message keys must be strings", got=type(key).__name__)
+    _refuse_timestamp(values.values())
+    return values
+
+
+def _plain_list(values: list[object]) -> list[object]:
+    _refuse_timestamp(values)
+    return values
+
+
+def _refuse_timestamp(values: Iterable[object]) -> None:
+    # msgpack makes its one predefined extension into an object without asking the hook for extensions.
+    if msgpack.Timestamp in map(type, values):
+        raise PeerError("message holds a msgpack timestamp, expected plain values")
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise PeerError("message holds a msgpack extension, expected plain values", code=code, length_bytes=len(data))

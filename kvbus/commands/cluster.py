@@ -1,0 +1,186 @@
+"""A small cluster on this host for `kvbus up` and `kvbus demo`: a broker, unless one is named, and some workers.
+
+Workers run in process sessions of their own, so that Ctrl-C reaches only the command, which then ends them in order:
+workers first, the broker last.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbus.broker import EmbeddedBroker
+from kvbus.bus import NatsBus
+from kvbus.bus_assets import EMBEDDED, AssetLimits
+from kvbus.config import TransferLimits, checked_settings
+from kvbus.errors import ConfigError
+from kvbus.roles.registry import Registered, lookup
+from kvbus.topics import Topics
+
+READY_WAIT_S = 240.0
+"""Two models that load at once on two busy cores: twice what one takes, with room."""
+STOP_WAIT_S = 30.0
+"""A worker's own shutdown is bounded by its parts' budgets of 5 s each; then it is killed."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What to start. `nats_url` empty: a broker of our own. Each instance may take KV from all the others."""
+
+    instances: tuple[str, ...]
+    engine: str
+    engine_options: Mapping[str, object]
+    pages: int
+    backend: str = "ucx"
+    prompt_tokens_max: int = 2_048
+    rate_limit_bytes_s: int = 0
+    nats_url: str = ""
+    nats_token: str = ""
+    nats_port: int = 0
+    prefix: str = "kv"
+    store_dir: Path | None = None
+    log_level: str = "info"
+    limits: TransferLimits = field(default_factory=TransferLimits)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The running parts; `start` and `stop` once each, `stop` also after a failed start."""
+
+    plan: ClusterPlan
+    run_dir: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="kvbus-")))
+    bus: NatsBus | None = None
+    broker: EmbeddedBroker | None = None
+    workers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    registered: dict[str, Registered] = field(default_factory=dict)
+    _failed: bool = False
+
+    @property
+    def url(self) -> str:
+        """The broker's URL."""
+        return self.broker.url if self.broker else self.plan.nats_url
+
+    @property
+    def token(self) -> str:
+        """The broker's token."""
+        return self.broker.token if self.broker else self.plan.nats_token
+
+    def socket(self, instance: str) -> Path:
+        """The local socket of an instance's worker."""
+        return self.run_dir / f"{instance}.m0.sock"
+
+    def log(self, instance: str) -> Path:
+        """Where an instance's worker and engine write their log."""
+        return self.run_dir / f"{instance}.log"
+
+    async def start(self, progress: Callable[[str], None]) -> None:
+        """Start everything; ConfigError or BusError with the failing part's own words where that does not work."""
+        plan = self.plan
+        if not plan.nats_url:
+            progress("starting the broker")
+            self.broker = EmbeddedBroker(plan.store_dir or self.run_dir / "nats", port=plan.nats_port)
+            await self.broker.start()
+        self.bus = await NatsBus.connect(
+            self.url,
+            name="kvbus-cluster",
+            token=self.token or None,
+            topics=Topics(plan.prefix),
+            limits=EMBEDDED if self.broker else AssetLimits(),
+        )
+        await self.bus.ensure_assets()
+        for instance in plan.instances:
+            progress(f"starting instance {instance}")
+            self.workers[instance] = await self._start_worker(instance)
+        for instance in plan.instances:
+            progress(f"waiting until instance {instance} is ready")
+            self.registered[instance] = await self._until_ready(instance)
+
+    async def stop(self) -> None:
+        """End workers, then the broker; bounded, and harmless to repeat."""
+        for worker in self.workers.values():
+            if worker.returncode is None:
+                worker.send_signal(signal.SIGTERM)
+        await asyncio.gather(*(_end(worker) for worker in self.workers.values()))
+        if self.bus is not None:
+            await self.bus.close()
+        if self.broker is not None:
+            await self.broker.stop()
+        if not self._failed:  # a log that somebody was told to read stays
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    async def until_worker_ends(self) -> str:
+        """Wait until one of the workers ends, and return which."""
+        waits = {asyncio.ensure_future(worker.wait()): name for name, worker in self.workers.items()}
+        try:
+            ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return waits[ended.pop()]
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    async def _start_worker(self, instance: str) -> asyncio.subprocess.Process:
+        plan = self.plan
+        others = tuple(name for name in plan.instances if name != instance)
+        checked_settings(  # so that a bad setting is named here, not in a log file
+            instance=instance, nats_url=self.url, engine=plan.engine, pages=plan.pages, run_dir=self.run_dir
+        )
+        command = [sys.executable, "-m", "kvbus", "worker", "--instance", instance, "--engine", plan.engine]
+        command += ["--engine-options", json.dumps(dict(plan.engine_options)), "--pages", str(plan.pages)]
+        command += ["--prompt-tokens-max", str(plan.prompt_tokens_max), "--backend", plan.backend]
+        command += ["--rate-limit", str(plan.rate_limit_bytes_s), "--run-dir", str(self.run_dir)]
+        command += ["--inflight-max", str(plan.limits.inflight_max), "--dedup-ttl", str(plan.limits.dedup_ttl_s)]
+        command += ["--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
+        command += ["--parent-pid", str(os.getpid())]
+        command += [part for name in others for part in ("--allow", name)]
+        with self.log(instance).open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "KVBUS_NATS_TOKEN": self.token},  # not on the command line, where all can read it
+            )
+
+    async def _until_ready(self, instance: str) -> Registered:
+        if self.bus is None:
+            raise ConfigError("the cluster has no broker")
+        worker = self.workers[instance]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + READY_WAIT_S
+        while loop.time() < deadline:
+            found = await lookup(self.bus, instance)
+            ours = [one for one in found if one.record.process.pid == worker.pid]
+            if ours:
+                return ours[0]
+            if worker.returncode is not None:
+                self._failed = True
+                words = self._last_words(instance)
+                raise ConfigError(f"instance {instance} did not start: {words}", log=str(self.log(instance)))
+            await asyncio.sleep(POLL_S)
+        raise ConfigError(f"instance {instance} was not ready within {READY_WAIT_S:g} s: {self._last_words(instance)}")
+
+    def _last_words(self, instance: str) -> str:
+        try:
+            lines = self.log(instance).read_text(errors="replace").splitlines()
+        except OSError:
+            return "it left no log"
+        told = [line for line in lines if line.startswith(("kvbus:", "Error:"))]
+        return told[-1] if told else " | ".join(lines[-3:]) or "its log is empty"
+
+
+async def _end(worker: asyncio.subprocess.Process) -> None:
+    try:
+        await asyncio.wait_for(worker.wait(), STOP_WAIT_S)
+    except TimeoutError:
+        worker.kill()
+        await worker.wait()

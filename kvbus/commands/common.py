@@ -1,0 +1,89 @@
+"""What every command shares: options for the broker, output for people or as JSON, and one way to end with an error."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from kvbus.bus import NatsBus
+from kvbus.config import discover
+from kvbus.errors import KvbusError
+from kvbus.topics import Topics
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_FAILED = 1
+"""The command ran, and what it was asked for did not come about."""
+EXIT_CONFIG = 2
+"""The command could not run: the sentence on stderr says what to do. Click uses the same status for wrong options."""
+EXIT_INTERRUPTED = 130
+
+
+def run(command: click.Command) -> int:
+    """Run a command and return its exit status; an error of ours becomes one sentence on stderr."""
+    try:
+        result = command.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except KvbusError as error:
+        click.echo(f"kvbus: {error}", err=True)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def broker_options(function: F) -> F:
+    """Add --nats, --token and --prefix: where the broker is; found by itself where `kvbus up` runs."""
+    for option in (
+        click.option("--prefix", default="kv", show_default=True, help="First token of all subjects."),
+        click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token."),
+        click.option("--nats", "nats_url", default="", metavar="URL", help="The broker; else the one of `kvbus up`."),
+    ):
+        function = option(function)
+    return function
+
+
+def json_option(function: F) -> F:
+    """Add --json: one document on stdout instead of text for people."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(function)
+
+
+async def connect(nats_url: str, token: str, prefix: str, *, name: str) -> NatsBus:
+    """Connect to the named broker, or to the one that `kvbus up` runs here."""
+    if not nats_url:
+        nats_url, found = discover()
+        token = token or found
+    return await NatsBus.connect(nats_url, name=name, token=token or None, topics=Topics(prefix))
+
+
+def console(*, as_json: bool) -> Console:
+    """Return where text for people goes: stdout, or stderr where stdout is for a document."""
+    return Console(stderr=as_json, highlight=False)
+
+
+def print_document(document: Mapping[str, object]) -> None:
+    """Print one JSON document on stdout."""
+    json.dump(document, sys.stdout, default=_plain)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def set_up_logging(level: str) -> None:
+    """Send log lines to stderr, one format for all commands."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"{type(value).__name__} has no JSON form")

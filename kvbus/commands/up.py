@@ -1,0 +1,102 @@
+"""`kvbus up`: a broker and two instances on this host, until Ctrl-C."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import click
+
+from kvbus.commands.cluster import Cluster, ClusterPlan
+from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
+from kvbus.commands.worker import engine_options
+from kvbus.config import ENGINES, state_dir, state_file, write_state
+
+
+@click.command()
+@click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
+@click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
+@click.option("--instances", default="a,b", show_default=True, help="Names, separated by commas.")
+@click.option("--pages", default=256, show_default=True, help="Pages in each pool.")
+@click.option("--prompt-tokens-max", default=2048, show_default=True, help="Longest prompt to keep room for.")
+@click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
+@click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
+@click.option("--nats", "nats_url", default="", metavar="URL", help="Use this broker instead of starting one.")
+@click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
+@click.option("--port", default=0, help="Port for the broker that is started; 0 takes a free one.")
+@json_option
+def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
+    """Start a broker and two instances on this host, and run until Ctrl-C.
+
+    `kvbus watch`, `kvbus stage` and Publisher() find them by themselves.
+    """
+    engine = str(settings["engine"])
+    plan = ClusterPlan(
+        instances=tuple(name.strip() for name in instances.split(",") if name.strip()),
+        engine=engine,
+        engine_options=engine_options(engine, options),
+        pages=int(str(settings["pages"])),
+        prompt_tokens_max=int(str(settings["prompt_tokens_max"])),
+        backend=str(settings["backend"]),
+        rate_limit_bytes_s=int(str(settings["rate_limit"])),
+        nats_url=str(settings["nats_url"]),
+        nats_token=str(settings["token"]),
+        nats_port=int(str(settings["port"])),
+        store_dir=state_dir() / "nats",
+    )
+    return asyncio.run(_up(plan, as_json=as_json))
+
+
+async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
+    screen = console(as_json=as_json)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    cluster = Cluster(plan)
+    starting = asyncio.ensure_future(cluster.start(lambda text: screen.print(f"[dim]{text} …[/]")))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return 0
+        starting.result()
+        state = _state(cluster)
+        path = write_state(state)
+        if as_json:
+            print_document({key: value for key, value in state.items() if key != "token"})
+        _explain(cluster, screen.print)
+        screen.print(f"[dim]address and token: {path}[/]")
+        ended = asyncio.ensure_future(cluster.until_worker_ends())
+        await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            ended.cancel()
+            return 0
+        screen.print(f"[red]instance {ended.result()} has ended; its log: {cluster.log(ended.result())}[/]")
+        return EXIT_FAILED
+    finally:
+        starting.cancel()
+        stopping.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+        screen.print("[dim]stopping …[/]")
+        await cluster.stop()
+        state_file().unlink(missing_ok=True)
+
+
+def _state(cluster: Cluster) -> dict[str, object]:
+    sockets = {name: str(cluster.socket(name)) for name in cluster.plan.instances}
+    return {"nats_url": cluster.url, "token": cluster.token, "sockets": sockets, "prefix": cluster.plan.prefix}
+
+
+def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
+    names = cluster.plan.instances
+    for name, one in cluster.registered.items():
+        size = one.record.pages * one.record.page_bytes / 1e6
+        say(
+            f"instance [bold]{name}[/]: {one.record.engine} {one.record.model}, {one.record.pages} pages, {size:.0f} MB"
+        )
+    say(f"broker: {cluster.url}")
+    if len(names) > 1:
+        say("in other shells:")
+        say("  kvbus watch")
+        say(f'  kvbus stage --from {names[0]} --to {names[1]} "…a prompt…"')
+    say("Ctrl-C stops everything.")

@@ -1,0 +1,148 @@
+"""Settings: checked when they enter, frozen afterwards; and where kvbus keeps its own files.
+
+Every limit names its source beside it. A value that does not fit is a ConfigError that names the setting.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvbus.errors import ConfigError
+from kvbus.topics import escape
+
+ENGINES = ("toy", "transformers")
+
+
+class TransferLimits(BaseModel):
+    """Admission and deadlines of one destination. The first three defaults are those of the published endpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    inflight_max: Annotated[int, Field(ge=0, le=10_000)] = 4
+    dedup_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    source_allow: tuple[str, ...] = ()
+    """Instances from which this one may take KV. Empty: every source is refused."""
+    dedup_entries_max: Annotated[int, Field(ge=1, le=1_000_000)] = 20_000
+    """Remembered requests; at about 300 bytes each, 20,000 are 6 MB. The oldest ended one is forgotten first."""
+    lend_wait_s: Annotated[float, Field(gt=0, le=2)] = 2.0
+    """One long poll while the source computes; short, so that a lost answer costs little."""
+    release_retry_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """Pause between repeats of an access-ended notice over the bus, doubled up to 10 s."""
+
+
+class WorkerSettings(BaseModel):
+    """What one member needs to start; `pages` counts pool pages per rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    instance: str
+    member: str = "m0"
+    nats_url: str
+    nats_token: str = ""
+    prefix: str = "kv"
+    engine: Literal["toy", "transformers"] = "toy"
+    engine_options: Mapping[str, object] = Field(default_factory=dict)
+    pages: Annotated[int, Field(ge=2, le=1 << 24)] = 256
+    prompt_tokens_max: Annotated[int, Field(ge=1, le=1 << 22)] = 2_048
+    """The longest prompt for which the pool keeps room beside what is lent to peers (P26); the engine's own limit,
+    where that is smaller."""
+    backend: Literal["ucx", "memory"] = "ucx"
+    network_devices: str = "lo"
+    """UCX devices; loopback by default, since whoever reaches a UCX worker can read its process."""
+    rate_limit_bytes_s: Annotated[int, Field(ge=0)] = 0
+    """Upper limit for pulled bytes per second, 0 for none: spares a busy host."""
+    run_dir: Path
+    limits: TransferLimits = TransferLimits()
+    parent_pid: Annotated[int, Field(ge=0)] = 0
+    """The process that started this worker for its own ends; when it has ended, the worker stops. 0: nobody."""
+    make_assets: bool = False
+    """Create streams and buckets at start; for embedded brokers. Elsewhere an operator creates them once."""
+
+    @field_validator("instance", "member")
+    @classmethod
+    def _must_fit_a_subject(cls, value: str) -> str:
+        escape(value)
+        return value
+
+    @model_validator(mode="after")
+    def _must_not_be_its_own_source(self) -> Self:
+        if self.instance in self.limits.source_allow:
+            raise ValueError(f"source_allow names {self.instance!r} itself: an instance is not its own source")
+        return self
+
+    @property
+    def socket_path(self) -> Path:
+        """The local socket of this member, for its engine and for local clients."""
+        return self.run_dir / f"{escape(self.instance)}.{escape(self.member)}.sock"
+
+    @property
+    def lock_path(self) -> Path:
+        """Held while this member runs, so that no second worker starts under the same name."""
+        return self.run_dir / f"{escape(self.instance)}.{escape(self.member)}.lock"
+
+
+def checked_settings(**values: object) -> WorkerSettings:
+    """Return worker settings; ConfigError names the first setting that does not fit."""
+    try:
+        return WorkerSettings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"]) or "settings"
+        got = problem["input"]
+        # A whole map is what pydantic shows for a missing setting, and it may hold the broker's token.
+        shown = type(got).__name__ if isinstance(got, Mapping) or where == "nats_token" else repr(got)[:80]
+        raise ConfigError(f"setting {where} does not fit: {problem['msg']}", got=shown) from error
+
+
+def state_dir() -> Path:
+    """Return the folder for what kvbus writes: $KVBUS_STATE, else $XDG_STATE_HOME/kvbus, else ~/.local/state/kvbus."""
+    explicit = os.environ.get("KVBUS_STATE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "kvbus"
+
+
+def state_file() -> Path:
+    """Return the 0600 file in which `kvbus up` leaves its broker's URL and token for other commands to find."""
+    return state_dir() / "up.json"
+
+
+def write_state(document: Mapping[str, object]) -> Path:
+    """Write the state file, readable by its owner only, whole or not at all; return its path."""
+    path = state_file()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(dict(document), file, indent=1)
+    partial.replace(path)
+    return path
+
+
+def read_state() -> dict[str, object]:
+    """Return what `kvbus up` left; ConfigError says what to do where nothing is there or it is unreadable."""
+    path = state_file()
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no running kvbus found at {path}: start one with `kvbus up`, or give --nats URL") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is unreadable: {error}; stop kvbus, remove the file, start again") from error
+    if not isinstance(document, dict) or not isinstance(document.get("nats_url"), str):
+        raise ConfigError(f"{path} does not name a nats_url; stop kvbus, remove the file, start again")
+    return document
+
+
+def discover() -> tuple[str, str]:
+    """Return (broker URL, token): from $KVBUS_NATS_URL and $KVBUS_NATS_TOKEN, else from the state file."""
+    url = os.environ.get("KVBUS_NATS_URL")
+    if url:
+        return url, os.environ.get("KVBUS_NATS_TOKEN", "")
+    document = read_state()
+    return str(document["nats_url"]), str(document.get("token", ""))

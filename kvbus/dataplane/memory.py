@@ -1,0 +1,318 @@
+"""The memory reader: a backend that copies pages from the lender's memfd on the same host, without UCX.
+
+It opens the lender's descriptor through /proc, maps the pool read-only, and checks that what it finds is the pool that
+the grant describes. The mapping outlives the lender: whole pages can still be read after its death, and verified. It
+keeps the same promises as the UCX reader, so that tests, and hosts without UCX, run the same protocol. It has no
+channel to the lender: the word that its access has ended goes over the bus.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbus.dataplane.reader import Isolation, Outbox, Pace, Pair, Progress
+from kvbus.dataplane.reading import Limits, LocalPool, limits_for, plan
+from kvbus.errors import BackendError, KvbusError, PeerError
+from kvbus.grants import Grant, MemoryAccess
+from kvbus.ledger.facts import Evidence, FailureClass
+from kvbus.ledger.types import Change, Order, SubmissionRejectedError
+from kvbus.pool.generations import Generation
+from kvbus.pool.memory import PoolMemory
+from kvbus.processes import identity, open_pidfd, start_ticks
+
+MAPPINGS_MAX = 64
+"""Pools of other processes mapped at once: several times the workers of one host; each costs address space only."""
+COPY_BYTES_MAX = 1 << 20
+"""One copy: 0.2 ms, so that a cancel is seen soon; longer ones gain nothing."""
+IDLE_S = 1.0
+"""Nothing depends on it: should a wake be lost, the thread looks again this soon."""
+JOIN_S = 5.0
+"""The thread looks up after each copy; only a stopped machine meets this."""
+
+SourceKey = tuple[str, str, int, int]
+"""Instance, member, epoch and descriptor of a mapped pool."""
+Copy = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Where to, and where from."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatistics:
+    """Counters of the reader."""
+
+    length_bytes: int
+    copies: int
+    mappings: int
+    attempts: int
+    isolated: tuple[str, ...]
+
+
+class _Reading:
+    """One attempt: its copies in order, each segment verified after its last byte."""
+
+    def __init__(self, progress: Progress, source: PoolMemory, target: PoolMemory, limits: Limits) -> None:
+        self.progress = progress
+        self.source = source
+        self.copies = self._copies(target, limits)
+        self.next_copy: Copy | None = None
+
+    def advance(self) -> None:
+        """Look what to copy next; verifies a segment when its last copy was made."""
+        self.next_copy = next(self.copies, None) if self.progress.stop is None else None
+
+    def _copies(self, target: PoolMemory, limits: Limits) -> Generator[Copy, None, None]:
+        checked = self.progress.plan
+        length, step = checked.local.page_bytes, min(COPY_BYTES_MAX, limits.run_bytes)
+        for segment in checked.segments(limits):
+            rows = self._unchanged(segment.rows)  # only saves copying: what counts is the look afterwards (P2)
+            for row in rows:
+                to = target.page_bytes(checked.local_pages[row])
+                from_ = self.source.page_bytes(checked.source_pages[row])
+                for first in range(0, length, step):
+                    yield to[first : first + step], from_[first : first + step]
+            self.progress.verified(segment, self._unchanged(rows))
+
+    def _unchanged(self, rows: Sequence[int]) -> tuple[int, ...]:
+        checked, read = self.progress.plan, self.source.generations.read
+        epoch, pages, counters = checked.grant.lender_epoch, checked.source_pages, checked.counters
+        return tuple(row for row in rows if read(pages[row]) == Generation(epoch, counters[row]))
+
+
+class MemoryReader:
+    """Reads granted pages out of other processes' memfds, in one thread of its own; a `Backend`.
+
+    `wake` may be called from that thread: the caller makes that safe. All methods belong to one thread, the holder's.
+    """
+
+    def __init__(self, *, wake: Callable[[], None], rate_limit_bytes_s: float | None = None) -> None:
+        self._outbox = Outbox(wake)
+        self._isolation = Isolation()
+        self._targets: dict[int, tuple[LocalPool, PoolMemory]] = {}
+        self._is_shut = False
+        self._turn = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()  # at most two for each attempt under way
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        # From here on: the reader thread's.
+        self._pace = Pace(rate_limit_bytes_s)
+        self._limits = limits_for(rate_limit_bytes_s)
+        self._sources: OrderedDict[SourceKey, PoolMemory] = OrderedDict()
+        self._readings: deque[_Reading] = deque()
+        self._length_bytes = self._copied = 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryReader attempts={len(self._readings)} mappings={len(self._sources)}>"
+
+    @property
+    def name(self) -> str:
+        """The transport's name, as grants and requests spell it."""
+        return "memory"
+
+    def start(self) -> None:
+        """Start the thread; harmless if it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvbus-memory", daemon=True)
+            self._thread.start()
+
+    def register(self, memory: PoolMemory, rank: int = 0) -> MemoryAccess:
+        """Fill leases of this rank's pool from now on, and return what a grant needs to reach the pool."""
+        if rank in self._targets:
+            raise ValueError(f"rank {rank} has a pool already")
+        self._targets[rank] = (LocalPool.of(memory), memory)
+        return MemoryAccess(process=identity(), fd=memory.fd)
+
+    def submit(self, order: Order) -> None:
+        """Start reading the granted pages; SubmissionRejectedError where nothing has escaped yet."""
+        target = self._targets.get(order.view.rank)
+        if self._is_shut:
+            raise SubmissionRejectedError(FailureClass.SHUTDOWN, "the reader is shut down")
+        if target is None or self._thread is None:
+            text = f"no pool is registered for rank {order.view.rank}, or the reader was not started"
+            raise SubmissionRejectedError(FailureClass.TRANSPORT, text)
+        checked = plan(order, target[0], self.name)
+        if self._isolation.refuses(order.peer, checked.grant.lender_epoch):
+            raise SubmissionRejectedError(FailureClass.PEER_LOST, f"{order.peer} is isolated in this epoch")
+        self._outbox.open((order.ticket, order.attempt))
+        progress, memory = Progress(order, checked), target[1]
+        self._post(lambda: self._begin(progress, memory))
+
+    def changes(self) -> Sequence[Change]:
+        """Return and forget what changed since the last call, oldest first."""
+        return self._outbox.drain()
+
+    def cancel(self, ticket: int, attempt: int) -> None:
+        """Copy nothing more for that attempt; at most the copy under way still ends."""
+        pair = (ticket, attempt)
+        if self._outbox.first_cancel(pair):
+            self._post(lambda: self._stop(FailureClass.CANCELLED, "cancelled", pair=pair))
+
+    def isolate(self, peer: str) -> None:
+        """End the attempts that read from that peer, and refuse it in every epoch seen so far."""
+        self._isolation.isolate(peer)
+        self._post(lambda: self._stop(FailureClass.PEER_LOST, f"{peer} was isolated", peer=peer))
+
+    def shutdown(self, budget_s: float) -> Sequence[tuple[int, int]]:
+        """End every attempt; return those that still owe evidence. May be called again."""
+        self._is_shut = True
+        if self._outbox.unfinished() and self._thread is not None:
+            ended = threading.Event()
+            self._post(lambda: self._stop(FailureClass.SHUTDOWN, "the reader was shut down"))
+            self._post(ended.set)  # commands run in order: what was stopped has been reported by then
+            ended.wait(budget_s)
+        return self._outbox.unfinished()
+
+    def release_hold(self) -> None:
+        """End the thread and unmap what was mapped; within JOIN_S."""
+        with self._turn:
+            self._stopping = True
+            self._turn.notify()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+
+    def statistics(self) -> MemoryStatistics:
+        """Return the counters as they stand."""
+        return MemoryStatistics(
+            length_bytes=self._length_bytes,
+            copies=self._copied,
+            mappings=len(self._sources),
+            attempts=len(self._outbox.unfinished()),
+            isolated=self._isolation.peers(),
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._turn:
+            self._commands.append(command)
+            self._turn.notify()
+
+    # -------------------------------------------------------------------------------------- on the reader thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wait()
+            while self._commands:
+                self._commands.popleft()()
+            self._copy_one()
+        self._readings.clear()
+        while self._sources:
+            self._sources.popitem()[1].close()
+
+    def _wait(self) -> None:
+        """Sleep until there is a command, or a copy that the pace allows."""
+        with self._turn:
+            wait_s = self._pace.wait_s(time.monotonic()) if self._readings else IDLE_S
+            if wait_s and not self._commands and not self._stopping:
+                self._turn.wait(min(wait_s, IDLE_S))
+
+    def _copy_one(self) -> None:
+        now = time.monotonic()
+        if not self._readings or self._pace.wait_s(now):
+            return
+        reading = self._readings[0]
+        self._readings.rotate(-1)
+        if reading.next_copy is not None:
+            to, from_ = reading.next_copy
+            to[:] = from_  # numpy gives the GIL away meanwhile
+            self._pace.spend(len(to), now)
+            self._length_bytes += len(to)
+            self._copied += 1
+        reading.advance()
+        if reading.next_copy is None:
+            self._end(reading)
+
+    def _begin(self, progress: Progress, target: PoolMemory) -> None:
+        try:
+            source = self._source(progress.plan.grant)
+        except PeerError as error:
+            progress.fail(FailureClass.GRANT_REFUSED, str(error))
+        except KvbusError as error:
+            progress.fail(FailureClass.PEER_LOST, str(error))
+        else:
+            reading = _Reading(progress, source, target, self._limits)
+            reading.advance()
+            self._readings.append(reading)
+            return
+        self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
+
+    def _stop(self, failure: FailureClass, text: str, *, pair: Pair | None = None, peer: str | None = None) -> None:
+        """End the attempts that are meant (all, without a name). Copies are this thread's own: none is under way."""
+        for reading in tuple(self._readings):
+            if pair in {None, reading.progress.pair} and peer in {None, reading.progress.order.peer}:
+                reading.progress.fail(failure, text)
+                self._end(reading)
+
+    def _end(self, reading: _Reading) -> None:
+        reading.copies.close()
+        self._readings.remove(reading)
+        self._outbox.report(reading.progress.change(Evidence.COMPLETED))
+
+    def _source(self, grant: Grant) -> PoolMemory:
+        """Return the mapped pool that the grant describes; PeerError if it is another one, BackendError if gone."""
+        offer = grant.memory
+        if offer is None:
+            raise PeerError("the grant offers no memory access")
+        key = (grant.lender_instance, grant.lender_member, grant.lender_epoch, offer.fd)
+        source = self._sources.get(key)
+        if source is None:
+            self._make_room()
+            source = self._sources[key] = map_source(offer)
+        problem = mismatch(source, grant)
+        if problem is not None:
+            raise PeerError(f"the lender's memory is not the pool of the grant: {problem}")
+        self._sources.move_to_end(key)
+        return source
+
+    def _make_room(self) -> None:
+        """Unmap the pools that were not read for the longest time; those being read stay, whatever the bound."""
+        used = {id(reading.source) for reading in self._readings}
+        for key in [key for key, source in self._sources.items() if id(source) not in used]:
+            if len(self._sources) < MAPPINGS_MAX:
+                return
+            self._sources.pop(key).close()
+
+
+def map_source(offer: MemoryAccess) -> PoolMemory:
+    """Map a descriptor of another process of this host, read-only.
+
+    BackendError if that process is not (any more) the one that offered it, PeerError if what it offers is no pool. The
+    process is looked at again after opening: a pid that was reused in between would lend out a stranger's file.
+    """
+    process = offer.process
+    pidfd = open_pidfd(process)
+    if pidfd is None:
+        raise BackendError(f"the lender (pid {process.pid}) is gone, or not of this host: use another transport")
+    try:
+        # O_NONBLOCK: a descriptor that is a pipe must not stop this thread.
+        fd = os.open(f"/proc/{process.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise BackendError(f"the lender's memory cannot be opened: {error.strerror}") from error
+    finally:
+        os.close(pidfd)
+    try:
+        if start_ticks(process.pid) != process.start_ticks:
+            raise BackendError(f"the lender (pid {process.pid}) has gone meanwhile")
+        return PoolMemory.attach(fd, writable=False)
+    except KvbusError:
+        os.close(fd)
+        raise
+
+
+def mismatch(source: PoolMemory, grant: Grant) -> str | None:
+    """Return in what a mapped pool differs from what the grant says of it, or None."""
+    stated = grant.pool
+    pairs = (
+        ("epoch", source.epoch, grant.lender_epoch),
+        ("fingerprint", source.fingerprint, grant.fingerprint),
+        ("length_bytes", source.length_bytes, stated.length_bytes),
+        ("generations_offset", source.generations_offset, stated.generations_offset),
+        ("pages_offset", source.pages_offset, stated.pages_offset),
+        ("page_stride", source.page_stride, stated.page_stride),
+        ("page_bytes", source.layout.page_bytes, stated.page_bytes),
+        ("page_count", source.page_count, stated.page_count),
+    )
+    wrong = (f"{name} is {found}, granted {granted}" for name, found, granted in pairs if found != granted)
+    return next(wrong, None)

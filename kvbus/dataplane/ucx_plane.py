@@ -1,0 +1,323 @@
+"""The thread that owns UCX in this process, and what it does for others: hold pools, answer reads, pass on notices.
+
+One thread makes every UCX call, because UCX's progress may run for milliseconds, and an event loop would stall that
+long. It sleeps on UCX's event descriptor and its own while nothing is under way, and spins while something is: a read
+over shared memory advances only inside `progress` and raises no event. As a lender the thread only has to be there:
+wire-up and reads over TCP need its progress.
+"""
+
+import mmap
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+
+from kvbus.codec import pack, unpack
+from kvbus.dataplane import ucp
+from kvbus.dataplane.reading import LocalPool
+from kvbus.errors import BackendError, KvbusError, PeerError
+from kvbus.events import ReaderKey
+from kvbus.grants import UcxAccess
+from kvbus.pool.memory import PoolMemory
+
+CALL_S = 10.0
+"""How long a caller waits for the thread's answer: one round takes milliseconds, a start up to a second under load."""
+COMMANDS_MAX = 16_384
+"""Each attempt puts at most two commands (submit, cancel) in line, and at most 4,096 attempts are under way."""
+NOTICES_MAX = 65_536
+"""As many as the lender keeps tombstones for; one that is dropped comes again over the bus."""
+NOTICE_AM_ID = 1
+IDLE_S = 1.0
+"""Nothing depends on it: should a wake be lost, the thread looks again this soon."""
+QUIET_ROUNDS_MAX = 200
+"""About 0.5 ms of spinning without any progress: ten round trips of TCP on one host."""
+QUIET_SLEEP_S = 0.001
+"""A wait for a peer that does not move costs a look per millisecond then, not a core."""
+
+T = TypeVar("T")
+
+
+class Task(Protocol):
+    """Something that the thread drives."""
+
+    def step(self, now: float) -> float | None:
+        """Do what can be done now; return how long the thread may sleep: 0 for not at all, None for any time."""
+
+    def close(self) -> None:
+        """Forget UCX's handles: the context is about to close, by force."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A reader's word that its access under this grant has ended; the nonce proves that it had the grant."""
+
+    key: ReaderKey
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        return pack({"key": self.key.model_dump(), "nonce": self.nonce})
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Notice":
+        """Return the notice in a message; PeerError where it is none."""
+        document = unpack(data, length_max_bytes=ucp.AM_BYTES_MAX)
+        nonce = document.get("nonce")
+        if not isinstance(nonce, bytes):
+            raise PeerError("notice has no nonce", got=type(nonce).__name__)
+        try:
+            return cls(ReaderKey.model_validate(document.get("key")), nonce)
+        except ValidationError as error:
+            raise PeerError("notice has no reader key", problem=error.errors(include_url=False)[0]["msg"]) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredPool:
+    """A pool that UCX may write into and peers may read; the memory object keeps it mapped."""
+
+    local: LocalPool
+    handle: ucp.MemoryHandle
+    memory: PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneStatistics:
+    """Counters of the thread: `messages_refused` were no notices, `notices_dropped` found the list full.
+
+    `rounds` of the thread stand still while it sleeps, but for one look a second.
+    """
+
+    running: bool
+    pools: int
+    rounds: int
+    notices_received: int
+    notices_dropped: int
+    messages_refused: int
+
+
+class UcxPlane:
+    """One UCX context and worker with the thread that drives them; `wake` is raised when a notice was listed.
+
+    `settings` are UCX's own, without the prefix, over the binding's defaults. `start` before anything else. Pools stay
+    registered until `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        wake: Callable[[], None],
+        settings: Mapping[str, str] | None = None,
+        library_path: str | None = None,
+    ) -> None:
+        self._wake = wake
+        self._settings = settings
+        self._library_path = library_path
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._accepting = False
+        self._stopping = False
+        self._tasks: list[Task] = []
+        self._pools: dict[int, RegisteredPool] = {}
+        self._notices: deque[Notice] = deque()
+        self._received = self._dropped = self._refused = self._quiet = self._rounds = 0
+
+    def __repr__(self) -> str:
+        return f"<UcxPlane {'running' if self._accepting else 'stopped'} pools={len(self._pools)}>"
+
+    # ------------------------------------------------------------------------------------------ from any thread
+
+    def start(self) -> None:
+        """Start the thread and open UCX in it; ConfigError or BackendError as the binding raised it."""
+        if self._thread is not None:
+            raise BackendError("the UCX thread was started before; make a new UcxPlane")
+        opened: Future[None] = Future()
+        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="kvbus-ucx", daemon=True)
+        self._thread.start()
+        opened.result(CALL_S)
+
+    def register(self, memory: PoolMemory, rank: int = 0) -> UcxAccess:
+        """Let UCX use this rank's pool, and return what a grant needs to reach it. One pool a rank, none overlapping.
+
+        The pool's mapping stays for the life of the process from here on: a peer may hold its address.
+        """
+        memory.export()
+        return self.call(lambda: self._register(memory, rank))
+
+    def pool(self, rank: int) -> RegisteredPool | None:
+        """Return the pool of a rank."""
+        return self._pools.get(rank)
+
+    def attach(self, task: Task) -> bool:
+        """Drive a task from now on, once a round; False if the thread does not run."""
+        return self.post(lambda: self._tasks.append(task))
+
+    def post(self, command: Callable[[], None]) -> bool:
+        """Run a command on the thread, soon and in order; False if it has ended or has too many commands in line."""
+        with self._lock:
+            if not self._accepting or len(self._commands) >= COMMANDS_MAX:
+                return False
+            self._commands.append(command)
+            os.eventfd_write(self._event_fd, 1)
+        return True
+
+    def call(self, function: Callable[[], T], wait_s: float = CALL_S) -> T:
+        """Run a function on the thread and return its value or raise what it raised; BackendError if it is late."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except (KvbusError, ValueError, TypeError) as error:
+                answer.set_exception(error)
+
+        if not self.post(run):
+            raise BackendError("the UCX thread does not run, or is far behind; start it, or look at its statistics")
+        try:
+            return answer.result(wait_s)
+        except TimeoutError as error:
+            raise BackendError(f"the UCX thread did not answer within {wait_s:g} s") from error
+
+    def notices(self) -> Sequence[Notice]:
+        """Return and forget the notices that readers sent, oldest first; the lender checks their nonces."""
+        with self._lock:
+            notices = tuple(self._notices)
+            self._notices.clear()
+        return notices
+
+    def statistics(self) -> PlaneStatistics:
+        """Return the counters as they stand."""
+        return PlaneStatistics(
+            running=self._accepting,
+            pools=len(self._pools),
+            rounds=self._rounds,
+            notices_received=self._received,
+            notices_dropped=self._dropped,
+            messages_refused=self._refused,
+        )
+
+    def close(self, budget_s: float = CALL_S) -> bool:
+        """Close UCX by force and end the thread; False if it has not ended within the budget. May be called again."""
+        self.post(self._stop)
+        if self._thread is None:
+            return True
+        self._thread.join(budget_s)
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------------------------------------- on the thread
+
+    @property
+    def worker(self) -> ucp.Worker:
+        """UCX's worker, for tasks."""
+        return self._worker
+
+    def map_scratch(self, length_bytes: int) -> tuple[mmap.mmap, int, ucp.MemoryHandle]:
+        """Return fresh memory that nobody is given the key of: the memory, its address, and UCX's handle."""
+        memory = mmap.mmap(-1, length_bytes)
+        address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+        return memory, address, self._context.map(address, length_bytes)
+
+    def unmap_scratch(self, handle: ucp.MemoryHandle) -> None:
+        """Take such memory from UCX again, once no get can write into it."""
+        self._context.unmap(handle)
+
+    def _run(self, opened: "Future[None]") -> None:
+        try:
+            self._open()
+        except KvbusError as error:
+            os.close(self._event_fd)
+            opened.set_exception(error)
+            return
+        self._accepting = True
+        opened.set_result(None)
+        try:
+            while not self._stopping:
+                self._round()
+        finally:
+            with self._lock:
+                self._accepting = False
+                self._commands.clear()
+                os.close(self._event_fd)
+            for task in self._tasks:
+                task.close()
+            self._epoll.close()
+            self._context.close()
+            self._pools.clear()
+
+    def _open(self) -> None:
+        self._context = ucp.Context.open(ucp.load(self._library_path), self._settings)
+        try:
+            self._worker = ucp.Worker.open(self._context)
+            self._worker.set_am_handler(NOTICE_AM_ID, self._take_notice)
+            self._epoll = select.epoll()
+            self._epoll.register(self._worker.event_fd(), select.EPOLLIN)
+            self._epoll.register(self._event_fd, select.EPOLLIN)
+        except KvbusError:
+            self._context.close()
+            raise
+
+    def _round(self) -> None:
+        self._rounds += 1
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+        worked = self._worker.progress()
+        now = time.monotonic()
+        sleep_s = IDLE_S
+        for task in self._tasks:
+            asked = task.step(now)
+            if asked is not None:
+                sleep_s = min(sleep_s, asked)
+        if worked:
+            self._quiet = 0  # UCX raises no event for what it has not been asked to the end: never sleep after work
+        elif sleep_s > 0:
+            self._block(sleep_s)
+        else:
+            self._quiet += 1
+            if self._quiet > QUIET_ROUNDS_MAX:
+                self._block(QUIET_SLEEP_S)
+
+    def _block(self, sleep_s: float) -> None:
+        if self._commands or self._stopping or not self._worker.arm():
+            return
+        for fd, _ in self._epoll.poll(sleep_s):
+            if fd == self._event_fd:
+                os.eventfd_read(self._event_fd)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _register(self, memory: PoolMemory, rank: int) -> UcxAccess:
+        for known_rank, known in self._pools.items():
+            apart = (
+                known.local.address + known.local.length_bytes <= memory.address
+                or memory.address + memory.length_bytes <= known.local.address
+            )
+            if known_rank == rank or not apart:
+                raise ValueError(f"rank {rank}: the pool of rank {known_rank} is registered already, or overlaps")
+        handle = self._context.map(memory.address, memory.length_bytes)
+        access = UcxAccess(address=self._worker.address(), rkey=self._context.pack_rkey(handle))
+        self._pools[rank] = RegisteredPool(LocalPool.of(memory), handle, memory)
+        return access
+
+    def _take_notice(self, _header: bytes, body: bytes) -> None:
+        try:
+            notice = Notice.decode(body)
+        except PeerError:
+            self._refused += 1
+            return
+        with self._lock:
+            self._received += 1
+            if len(self._notices) >= NOTICES_MAX:
+                self._dropped += 1
+                return
+            self._notices.append(notice)
+        self._wake()

@@ -1,0 +1,413 @@
+"""The wire, version 1: an envelope and the events that it carries, as pydantic models over msgpack.
+
+A message is one map: `v` major version, `k` kind, `i` instance, `m` member, `e` epoch, `s` sequence, `t` unix time in
+nanoseconds, `c` cause (the id of the event that led here), `b` body. Rules for readers: unknown fields are ignored, an
+unknown kind is skipped and counted, an unknown major version is refused, anything malformed is a PeerError. Columns are
+little-endian bytes, so that a thousand facts cost microseconds rather than milliseconds to decode.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import Field, ValidationError, model_validator
+
+from kvbus.codec import pack, unpack
+from kvbus.errors import PeerError
+from kvbus.parts import (
+    REQUEST_LENGTH_MAX_BYTES,
+    Body,
+    Count,
+    Epoch,
+    FactDetailRow,
+    Message,
+    Name,
+    Nonce,
+    OnMiss,
+    Part,
+    ProcessIdentity,
+    Prompt,
+    Rank,
+    ReaderKey,
+    RequestHash,
+    Seconds,
+    Text,
+    VerdictWord,
+)
+
+__all__ = ["REQUEST_LENGTH_MAX_BYTES", "Message", "ProcessIdentity", "Prompt", "ReaderKey"]  # offered here as well
+
+PartyRow = Annotated[tuple[Name, Epoch, Rank, Count], Field(strict=False)]
+"""Member, epoch, rank and ticket of one party; each checked, since msgpack gives lists where tuples were packed."""
+
+VERSION = 1
+EVENT_LENGTH_MAX_BYTES = 256 << 10
+"""Facts, settle decisions, results and heartbeats; the broker's limit for their streams."""
+
+
+class Header(Part):
+    """Who says it, when, and what it followed from; `m` and `e` are empty and 0 where a requester speaks."""
+
+    v: Literal[1] = 1
+    k: Annotated[str, Field(min_length=1, max_length=32)]
+    i: Name
+    m: Annotated[str, Field(max_length=64)] = ""
+    e: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    s: Count
+    t: Count
+    c: Annotated[str, Field(max_length=200)] = ""
+
+    @property
+    def event_id(self) -> str:
+        """The id that makes a repeat recognizable, here and in the broker: instance.member.epoch.sequence."""
+        return f"{self.i}.{self.m}.{self.e}.{self.s}"
+
+
+class TransferRequested(Body):
+    """A requester asks `destination` to take the KV of a prompt from `source`, ahead of traffic."""
+
+    KIND = "transfer_requested"
+    request_id: Annotated[str, Field(min_length=1, max_length=200)]
+    request_hash: RequestHash
+    requester: Name
+    source: Name
+    destination: Name
+    prompt: Prompt
+    model: Annotated[str, Field(max_length=200)] = ""
+    salt: Annotated[str, Field(max_length=200)] = ""
+    on_miss: OnMiss = "prefill"
+    budget_s: Annotated[float, Field(gt=0, le=3_600, allow_inf_nan=False)] = 30.0
+    queue_limit_s: Annotated[float, Field(gt=0, le=3_600, allow_inf_nan=False)] = 60.0
+
+
+class TransferCancelRequested(Body):
+    """A requester asks that a queued or running transfer stop; what was delivered whole is kept."""
+
+    KIND = "transfer_cancel_requested"
+    request_hash: RequestHash
+
+
+class TransferVerdict(Body):
+    """The destination's answer to a request; `transfer` names the running or finished one it joined, if any."""
+
+    KIND = "transfer_verdict"
+    request_id: Annotated[str, Field(min_length=1, max_length=200)]
+    request_hash: RequestHash
+    verdict: VerdictWord
+    reason: Text = ""
+    transfer: Annotated[str, Field(max_length=200)] = ""
+
+
+class TransferOutcome(Body):
+    """How a transfer ended. Goes to every requester that asked, and onto the facts stream.
+
+    `settled`: all whole blocks of the prompt are on the destination. `partial`: a usable prefix is. `failed` and
+    `cancelled`: see `failure` and `reason`; pages that arrived whole before that stay and are counted.
+    Block counts: `pages_wanted` whole blocks in the prompt, `pages_held` already there, `pages_moved` delivered now.
+    """
+
+    KIND = "transfer_outcome"
+    transfer: Annotated[str, Field(min_length=1, max_length=200)]
+    request_hash: RequestHash
+    source: Name
+    destination: Name
+    outcome: Literal["settled", "partial", "failed", "cancelled"]
+    failure: Annotated[str, Field(max_length=64)] = ""
+    reason: Text = ""
+    evidence: tuple[str, ...] = Field(default=(), strict=False)
+    prompt_tokens: Count = 0
+    pages_wanted: Count = 0
+    pages_held: Count = 0
+    pages_moved: Count = 0
+    length_bytes: Count = 0
+    lo: Count = 0
+    hi: Count = 0
+    queue_s: Seconds = 0.0
+    grant_s: Seconds = 0.0
+    move_s: Seconds = 0.0
+    total_s: Seconds = 0.0
+
+
+class TransferStep(Body):
+    """One step in a transfer's life, for whoever follows it; never a basis for a decision."""
+
+    KIND = "transfer_step"
+    transfer: Annotated[str, Field(min_length=1, max_length=200)]
+    request_hash: RequestHash
+    step: Annotated[str, Field(min_length=1, max_length=32)]
+    text: Text = ""
+
+
+# ------------------------------------------------------------------------------------------------------ lease facts
+
+
+class FactsSeen(Body):
+    """Columns of one round's facts: ticket u64, rank u16, fact bits u32, bounds lo and hi u32, all of `n` lines."""
+
+    KIND = "facts"
+    n: Count
+    ticket: bytes
+    rank: bytes
+    bits: bytes
+    lo: bytes
+    hi: bytes
+    details: tuple[FactDetailRow, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _equal_length(self) -> Self:
+        for name, width in (("ticket", 8), ("rank", 2), ("bits", 4), ("lo", 4), ("hi", 4)):
+            if len(getattr(self, name)) != width * self.n:
+                raise ValueError(f"column {name} must be {width * self.n} bytes for n={self.n}")
+        return self
+
+
+class LeaseGranted(Body):
+    """The audit row of a lease: which pages (u32 column), in which generation counters (u64 column), for whom."""
+
+    KIND = "lease_granted"
+    ticket: Count
+    transfer: Annotated[str, Field(max_length=200)]
+    rank: Rank
+    direction: Literal["read", "write"]
+    lender: Annotated[str, Field(max_length=64)]
+    peer: Annotated[str, Field(max_length=64)]
+    pages: bytes
+    counters: bytes
+
+
+class AttemptMade(Body):
+    """The audit row of one try of a backend."""
+
+    KIND = "attempt"
+    ticket: Count
+    attempt: Count
+    binding: Annotated[str, Field(max_length=64)]
+    peer: Annotated[str, Field(max_length=64)]
+
+
+class OutcomeFixed(Body):
+    """The audit row of an attempt's end: result, what arrived, and the evidence by which access ended."""
+
+    KIND = "outcome"
+    ticket: Count
+    attempt: Count
+    result: Annotated[str, Field(max_length=16)]
+    arrived: Count
+    length_bytes: Count
+    evidence: Annotated[str, Field(max_length=32)]
+    failure: Annotated[str, Field(max_length=64)] = ""
+    text: Text = ""
+
+
+# ------------------------------------------------------------------------------------------------- the settle log
+
+
+class TransferOpened(Body):
+    """Fixes a transfer's parties before any of them acts: (member, epoch, rank) and the ticket of each (P12)."""
+
+    KIND = "open"
+    transfer: Annotated[str, Field(min_length=1, max_length=200)]
+    term: Count
+    n: Count
+    previous: Annotated[str, Field(max_length=200)]
+    members: tuple[PartyRow, ...] = Field(strict=False)
+
+
+class SettleDecided(Body):
+    """One decision for one transfer: the tickets to return, and the bounds that all ranks have; applied in sequence."""
+
+    KIND = "settle"
+    transfer: Annotated[str, Field(min_length=1, max_length=200)]
+    term: Count
+    n: Count
+    previous: Annotated[str, Field(max_length=200)]
+    lo: Count
+    hi: Count
+    members: tuple[PartyRow, ...] = Field(strict=False)
+
+
+class SettleVoided(Body):
+    """A decision that must not be applied any more, and why (P10, P11)."""
+
+    KIND = "void"
+    transfer: Annotated[str, Field(min_length=1, max_length=200)]
+    term: Count
+    n: Count
+    previous: Annotated[str, Field(max_length=200)]
+    reason: Text
+
+
+# ------------------------------------------------------------------------------------------------ lending, by request
+
+
+class LendRequested(Body):
+    """A destination asks a source to lend pages by name. `tokens` travel so that a source may prefill on a miss.
+
+    `nonce` is the reader's secret for this key: the grant carries it back, and the release must show it, so that the
+    reader can end a lease whose grant it never saw, and nobody else can.
+    """
+
+    KIND = "lend_requested"
+    key: ReaderKey
+    nonce: Nonce
+    fingerprint: Annotated[str, Field(min_length=1, max_length=64)]
+    names: bytes
+    first_block: Count
+    tokens: bytes = b""
+    salt: Annotated[str, Field(max_length=200)] = ""
+    on_miss: OnMiss
+    budget_s: Annotated[float, Field(gt=0, le=3_600, allow_inf_nan=False)]
+    wait_s: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+    process: ProcessIdentity
+    transports: tuple[str, ...] = Field(strict=False)
+
+
+class LendAnswered(Body):
+    """What the source says: the signed grant, "ask again" while it computes, or why it will not lend."""
+
+    KIND = "lend_answered"
+    status: Literal["granted", "computing", "refused"]
+    grant: bytes = b""
+    signature: bytes = b""
+    failure: Annotated[str, Field(max_length=64)] = ""
+    reason: Text = ""
+
+
+class LeaseReleased(Body):
+    """The reader's word that its access has ended for good and that it will not try again; repeated until confirmed."""
+
+    KIND = "lease_released"
+    key: ReaderKey
+    nonce: Nonce
+
+
+class ReleaseConfirmed(Body):
+    """The lender has taken note; the reader may forget the key."""
+
+    KIND = "release_confirmed"
+    known: bool
+
+
+# --------------------------------------------------------------------------------------------- instances and queries
+
+
+class InstanceRecord(Body):
+    """What an instance says of itself in the registry; refreshed while it lives, gone by the bucket's time to live."""
+
+    KIND = "instance"
+    verify_key: Annotated[bytes, Field(max_length=32)]
+    fingerprint: Annotated[str, Field(max_length=64)]
+    model: Annotated[str, Field(max_length=200)]
+    engine: Annotated[str, Field(max_length=64)]
+    block_tokens: Count
+    ranks: Annotated[int, Field(ge=1, lt=2**16)]
+    page_bytes: Count
+    pages: Count
+    process: ProcessIdentity
+    transports: tuple[str, ...] = Field(strict=False)
+    version: Annotated[str, Field(max_length=32)]
+
+
+class HeartbeatSeen(Body):
+    """Each second: epoch (in the header), load, and the last fact sequence, so that a lost last fact is noticed."""
+
+    KIND = "heartbeat"
+    transfers_running: Count
+    leases_held: Count
+    pages_free: Count
+    pages_cached: Count
+    pages_lent: Count
+    facts_sequence: Count
+    settle_n: Count
+
+
+class StatsAsked(Body):
+    """A question for counters."""
+
+    KIND = "stats_asked"
+
+
+class StatsAnswered(Body):
+    """Counters by name; the names are those of `statistics()` of the parts that keep them."""
+
+    KIND = "stats"
+    counters: dict[str, int | float | str]
+
+
+EventBody = (
+    TransferRequested | TransferCancelRequested | TransferVerdict | TransferOutcome | TransferStep
+    | FactsSeen | LeaseGranted | AttemptMade | OutcomeFixed
+    | TransferOpened | SettleDecided | SettleVoided
+    | LendRequested | LendAnswered | LeaseReleased | ReleaseConfirmed
+    | InstanceRecord | HeartbeatSeen | StatsAsked | StatsAnswered
+)  # fmt: skip
+
+KINDS: dict[str, type[Body]] = {body.KIND: body for body in EventBody.__args__}
+
+
+class UnknownKind(Part):
+    """A well-formed message of a kind that this version does not know: to be skipped and counted."""
+
+    kind: str
+
+
+class Event(Part):
+    """One decoded message."""
+
+    header: Header
+    body: EventBody | UnknownKind
+
+
+def encode(header: Header, body: Body) -> bytes:
+    """Return the bytes of one event; ValueError where header and body disagree on the kind."""
+    if header.k != body.KIND:
+        raise ValueError(f"header says kind {header.k!r}, body is {body.KIND!r}")
+    document = header.model_dump()
+    document["b"] = body.model_dump(exclude_none=True)
+    return pack(document)
+
+
+def decode(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> Event:
+    """Return the event that the bytes hold; PeerError names what is wrong with them."""
+    document = unpack(data, length_max_bytes=length_max_bytes)
+    version = document.get("v")
+    if type(version) is not int or version != VERSION:
+        got = version if isinstance(version, int) else type(version).__name__  # a nested value may have no short repr
+        raise PeerError("event has an unknown major version", got=got, expected=VERSION)
+    body_document = document.pop("b", None)
+    try:
+        header = Header.model_validate(document)
+        if not isinstance(body_document, dict):
+            raise PeerError("event body must be a map", got=type(body_document).__name__, kind=header.k)
+        kind = KINDS.get(header.k)
+        if kind is None:
+            return Event.model_construct(header=header, body=UnknownKind(kind=header.k))
+        return Event.model_construct(header=header, body=cast("EventBody", kind.model_validate(body_document)))
+    except ValidationError as error:
+        raise PeerError("event does not fit its kind", problem=_first_problem(error)) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "event"
+    return f"{where}: {problem['msg']}"[:300]
+
+
+def column(values: Iterable[int], width_bytes: Literal[2, 4, 8]) -> bytes:
+    """Return unsigned integers as a little-endian column; OverflowError where one does not fit."""
+    packed = array({2: "H", 4: "I", 8: "Q"}[width_bytes], values)
+    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def from_column(data: bytes, width_bytes: Literal[2, 4, 8]) -> tuple[int, ...]:
+    """Return the integers of a little-endian column; PeerError where its length is no multiple of the width."""
+    if len(data) % width_bytes:
+        raise PeerError("column length is not a multiple of its width", length_bytes=len(data), width_bytes=width_bytes)
+    packed = array({2: "H", 4: "I", 8: "Q"}[width_bytes])
+    packed.frombytes(data)
+    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
+        packed.byteswap()
+    return tuple(packed)

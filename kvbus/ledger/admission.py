@@ -1,0 +1,158 @@
+"""Admission: which requests a destination takes. Sources are refused unless listed; repeats and overload are values.
+
+The order of the checks is part of the promise: source, then repeat, then load. A repeat under full load is `deduped`,
+and a request that was `skipped_busy` leaves nothing behind, so that it may be tried again at once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """The destination's answer to one request."""
+
+    ACCEPTED = "accepted"
+    DEDUPED = "deduped"
+    SKIPPED_BUSY = "skipped_busy"
+    REFUSED = "refused"
+    ADOPTED = "adopted"
+    """The same request, delivered again by the queue: it joins its own transfer (P22). Never sent to a requester."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A verdict, the reason for people, and the transfer that the request joined or started, if any."""
+
+    verdict: Verdict
+    reason: str = ""
+    transfer: str = ""
+
+
+@dataclass(slots=True)
+class _Entry:
+    transfer: str
+    request_id: str
+    accepted_at: float
+    running: bool = True
+    content: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatistics:
+    """Counters since start, and what is remembered now. `fired` is settled + failed + inflight at every instant."""
+
+    fired: int
+    settled: int
+    failed: int
+    deduped: int
+    skipped_busy: int
+    refused: int
+    inflight: int
+    seen: int
+
+
+class AdmissionGate:
+    """Answers each request once; only ACCEPTED takes a place, and a failed transfer gives it back for a retry."""
+
+    def __init__(
+        self, *, instance: str, source_allow: Collection[str], inflight_max: int, dedup_ttl_s: float, entries_max: int
+    ) -> None:
+        self._instance = instance
+        self._source_allow = frozenset(source_allow)
+        self._inflight_max = inflight_max
+        self._dedup_ttl_s = dedup_ttl_s
+        self._entries_max = entries_max
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._by_content: dict[bytes, str] = {}
+        self._inflight = 0
+        self._counts = dict.fromkeys(("fired", "settled", "failed", "deduped", "skipped_busy", "refused"), 0)
+
+    def admit(self, request_hash: str, *, request_id: str, source: str, transfer: str, now: float) -> Admission:
+        """Answer a request that asks to become `transfer`."""
+        if refusal := self._source_refusal(source):
+            return self.refuse(refusal)
+        self._forget_expired(now)
+        entry = self._entries.get(request_hash)
+        if entry is not None:
+            if entry.request_id == request_id:
+                return Admission(Verdict.ADOPTED, "delivered again", entry.transfer)
+            self._counts["deduped"] += 1
+            state = "is running" if entry.running else "has settled within the dedup time"
+            return Admission(Verdict.DEDUPED, f"the same request {state}", entry.transfer)
+        if self._inflight >= self._inflight_max:
+            self._counts["skipped_busy"] += 1
+            reason = f"{self._inflight} transfers are running, at most {self._inflight_max}: try again later"
+            return Admission(Verdict.SKIPPED_BUSY, reason)
+        self._make_room()
+        self._entries[request_hash] = _Entry(transfer, request_id, now)
+        self._inflight += 1
+        self._counts["fired"] += 1
+        return Admission(Verdict.ACCEPTED, "", transfer)
+
+    def refuse(self, reason: str) -> Admission:
+        """Count a refusal that was decided elsewhere (an unknown source, a prompt that fits nothing)."""
+        self._counts["refused"] += 1
+        return Admission(Verdict.REFUSED, reason)
+
+    def same_content(self, request_hash: str, last_name: bytes) -> str | None:
+        """Note a request's last page name, now that it has tokens; return the transfer that already runs for it.
+
+        Two prompts may be worded differently and tokenize alike; the second then joins the first.
+        """
+        other_hash = self._by_content.get(last_name)
+        other = self._entries.get(other_hash) if other_hash else None
+        if other_hash != request_hash and other is not None and other.running:
+            return other.transfer
+        entry = self._entries.get(request_hash)
+        if entry is not None:
+            entry.content = last_name
+            self._by_content[last_name] = request_hash
+        return None
+
+    def ended(self, request_hash: str, *, settled: bool) -> None:
+        """Give the place of a running transfer back; one that did not settle is forgotten and may be retried."""
+        entry = self._entries.get(request_hash)
+        if entry is None or not entry.running:
+            return
+        entry.running = False
+        self._inflight -= 1
+        self._counts["settled" if settled else "failed"] += 1
+        if not settled or not self._dedup_ttl_s:
+            self._drop(request_hash)
+
+    def statistics(self) -> AdmissionStatistics:
+        """Return the counters as a frozen record."""
+        return AdmissionStatistics(**self._counts, inflight=self._inflight, seen=len(self._entries))
+
+    def _source_refusal(self, source: str) -> str | None:
+        if source == self._instance:
+            return f"source {source!r} is this instance itself"
+        if not self._source_allow:
+            return f"{self._instance!r} allows no source: name some in source_allow (`kvbus worker --allow NAME`)"
+        if source not in self._source_allow:
+            return f"source {source!r} is not among those that {self._instance!r} allows"
+        return None
+
+    def _forget_expired(self, now: float) -> None:
+        """Drop ended entries past their time; acceptance order is expiry order, so the oldest stand first."""
+        expired: list[str] = []
+        for request_hash, entry in self._entries.items():
+            if now - entry.accepted_at < self._dedup_ttl_s:
+                break
+            if not entry.running:  # a running request is refused by its claim, however long it takes (P21)
+                expired.append(request_hash)
+        for request_hash in expired:
+            self._drop(request_hash)
+
+    def _make_room(self) -> None:
+        if len(self._entries) >= self._entries_max:
+            oldest = next((key for key, entry in self._entries.items() if not entry.running), None)
+            if oldest is not None:  # running ones are bounded by the in-flight cap, and never evicted (contract 50)
+                self._drop(oldest)
+
+    def _drop(self, request_hash: str) -> None:
+        entry = self._entries.pop(request_hash)
+        if self._by_content.get(entry.content) == request_hash:
+            del self._by_content[entry.content]

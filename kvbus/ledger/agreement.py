@@ -1,0 +1,151 @@
+"""Agreement: facts of all parties of a transfer in, one settle decision out.
+
+A party is one rank on one member in one epoch. `open` fixes the parties and their tickets before anybody acts (P12);
+each reports its result, its access end and its bounds; once all have, one decision names the tickets to return and the
+bounds that every rank has. An instance with one member runs this in process and publishes the decisions as a record.
+"""
+
+from dataclasses import dataclass, field
+
+from kvbus.ledger.facts import RESULT_BITS, Fact
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One rank's share in a transfer: who, in which epoch, under which ticket of its own."""
+
+    member: str
+    epoch: int
+    rank: int
+    ticket: int
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells this party's facts from others': member, epoch, ticket."""
+        return self.member, self.epoch, self.ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What every member applies, in the order of `n`. `previous` chains it to the decision before (P15).
+
+    kind `open`: these parties belong together. `settle`: return these tickets; lo and hi are the bounds in blocks that
+    all ranks have, empty (0, 0) where they have none in common. `void`: do not apply what was decided (P10).
+    """
+
+    kind: str
+    transfer: str
+    term: int
+    n: int
+    previous: str
+    parties: tuple[Party, ...]
+    lo: int = 0
+    hi: int = 0
+    reason: str = ""
+
+    @property
+    def decision_id(self) -> str:
+        """Term and number: what the next decision names as its previous one."""
+        return f"{self.term}.{self.n}"
+
+
+@dataclass(slots=True)
+class _Report:
+    bits: int = 0
+    lo: int | None = None
+    hi: int | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    parties: tuple[Party, ...]
+    reports: dict[Party, _Report] = field(default_factory=dict)
+
+
+class Agreement:
+    """The coordinator's book of one instance. Reports may repeat and come in any order; each decision is made once."""
+
+    def __init__(self, *, term: int) -> None:
+        self._term = term
+        self._n = 0
+        self._previous = ""
+        self._open: dict[str, _Open] = {}
+        self._by_party: dict[tuple[str, int, int], str] = {}
+
+    @property
+    def head(self) -> int:
+        """The number of the last decision."""
+        return self._n
+
+    def open(self, transfer: str, parties: tuple[Party, ...]) -> Decision:
+        """Fix a transfer's parties; ValueError where it is open already, has no party, or shares a ticket."""
+        if transfer in self._open or not parties:
+            raise ValueError(f"transfer {transfer!r} is open already, or has no parties")
+        keys = {party.key for party in parties}
+        if len(keys) != len(parties) or not keys.isdisjoint(self._by_party):
+            raise ValueError(f"a ticket of transfer {transfer!r} belongs to two parties (contract 11)")
+        self._open[transfer] = _Open(parties, {party: _Report() for party in parties})
+        for party in parties:
+            self._by_party[party.key] = transfer
+        return self._decision("open", transfer, parties)
+
+    def report(self, party_key: tuple[str, int, int], bits: int, *, lo: int, hi: int) -> Decision | None:
+        """Take note of one line of facts of (member, epoch, ticket); return the decision if no other word is missing.
+
+        Lines about tickets that belong to no open transfer (local leases, another epoch) change nothing. Bits only
+        turn on. Bounds are written once: a party that later says others is contradicting itself, and the transfer is
+        voided (P17).
+        """
+        transfer = self._by_party.get(party_key)
+        if transfer is None:
+            return None
+        opened = self._open[transfer]
+        party = next(one for one in opened.parties if one.key == party_key)
+        report = opened.reports[party]
+        report.bits |= bits
+        if bits & RESULT_BITS:
+            if report.lo is None or report.hi is None:
+                report.lo, report.hi = lo, hi
+            elif (report.lo, report.hi) != (lo, hi):
+                return self.void(transfer, f"rank {party.rank} on {party.member} gave two different bounds")
+        if (report.bits & RESULT_BITS).bit_count() > 1:
+            return self.void(transfer, f"rank {party.rank} on {party.member} gave two different results")
+        return self._settle_if_complete(transfer, opened)
+
+    def void(self, transfer: str, reason: str) -> Decision:
+        """Close a transfer without content: what it leased goes back as free pages, on the usual evidence."""
+        opened = self._close(transfer)
+        return self._decision("void", transfer, opened.parties, reason=reason)
+
+    def awaits(self, party_key: tuple[str, int, int]) -> bool:
+        """Return True where a ticket belongs to an open transfer, and so waits for its decision."""
+        return party_key in self._by_party
+
+    def is_open(self, transfer: str) -> bool:
+        """Return True while a decision about this transfer is outstanding."""
+        return transfer in self._open
+
+    def _settle_if_complete(self, transfer: str, opened: _Open) -> Decision | None:
+        reports = opened.reports.values()
+        if not all(report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS for report in reports):
+            return None
+        self._close(transfer)
+        lo = max(report.lo or 0 for report in reports)
+        hi = min(report.hi or 0 for report in reports)
+        if lo > hi:  # no prefix that all ranks have: compute from the start (contract 26)
+            lo = hi = 0
+        return self._decision("settle", transfer, opened.parties, lo=lo, hi=hi)
+
+    def _close(self, transfer: str) -> _Open:
+        opened = self._open.pop(transfer)
+        for party in opened.parties:
+            del self._by_party[party.key]
+        return opened
+
+    def _decision(
+        self, kind: str, transfer: str, parties: tuple[Party, ...], *, lo: int = 0, hi: int = 0, reason: str = ""
+    ) -> Decision:
+        self._n += 1
+        decision = Decision(kind, transfer, self._term, self._n, self._previous, parties, lo, hi, reason)
+        self._previous = decision.decision_id
+        return decision

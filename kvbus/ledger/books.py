@@ -1,0 +1,52 @@
+"""What a holder says of itself: counts, what a shutdown left, and a check of its own books."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvbus.errors import LedgerContradictionError
+from kvbus.ledger.binding import Binding, BindingStatistics
+from kvbus.ledger.facts import Fact
+from kvbus.ledger.held import Held
+
+
+@dataclass(frozen=True, slots=True)
+class HolderShutdown:
+    """What one pass of `shutdown` left: complete only when nothing is held and every binding let its memory go."""
+
+    complete: bool
+    held: int
+    retained: int
+    bindings_open: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderStatistics:
+    """Counts of one holder, in all and per binding."""
+
+    taken: int
+    returned: int
+    held: int
+    retained: int
+    lenders_stopped: tuple[str, ...]
+    bindings: tuple[BindingStatistics, ...]
+
+
+def check_books(
+    held: Mapping[int, Held], by_lease: Mapping[tuple[str, int], Held], bindings: Iterable[Binding]
+) -> None:
+    """Raise LedgerContradictionError at the first place where a holder's books disagree with each other."""
+    if len(by_lease) != len(held):
+        raise LedgerContradictionError("books differ", leases=len(by_lease), tickets=len(held))
+    for ticket, one in held.items():
+        if one.bits & Fact.RETURNED:
+            raise LedgerContradictionError("a returned lease is still held", ticket=ticket)
+        if one.bits & Fact.ACCESS_ENDED and one.attempt_open:
+            raise LedgerContradictionError("access ended while an attempt is open", ticket=ticket)
+        if one.retained != (ticket in one.binding.retained):
+            raise LedgerContradictionError("retention is not counted", ticket=ticket)
+    for binding in bindings:
+        counted = sum(1 for one in held.values() if one.binding is binding and one.attempt_open)
+        if counted != binding.open_attempts:
+            raise LedgerContradictionError("open attempts differ", binding=binding.name, counted=counted)
+        if sum(1 for one in held.values() if one.binding is binding) > binding.unreturned:
+            raise LedgerContradictionError("a held lease counts as returned", binding=binding.name)

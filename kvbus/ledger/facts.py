@@ -1,0 +1,181 @@
+"""Facts: bits of evidence about a ticket that only ever turn on, in one columnar batch per round (R5)."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag, auto
+
+
+class Fact(IntFlag):
+    """One bit about a ticket. Only ACCESS_ENDED permits a return; everything else explains.
+
+    The enum stands at the boundary; inside the ledger bits are plain ints, since `IntFlag | IntFlag` costs twenty
+    times an int's `|`.
+    """
+
+    TAKEN = auto()
+    """The holder owns the lease."""
+    GRANTED = auto()
+    """The lender gave the view: pages and generations are known."""
+    SUBMITTED = auto()
+    """A backend accepted the lease: from here on the memory may be accessed."""
+    DELIVERED = auto()
+    """The result is fixed: the rows that arrived whole are named by the bounds and the arrived mask."""
+    FAILED = auto()
+    """The result is fixed: nothing of this attempt counts."""
+    CANCELLED = auto()
+    """The result is fixed: stopped on request before it ended by itself."""
+    UNCERTAIN = auto()
+    """The submission raised an unknown error: the memory may be accessed, so the lease stays."""
+    ACCESS_ENDED = auto()
+    """Nobody will touch the memory again, by the evidence in the bits below."""
+    ABANDONED = auto()
+    """Orchestration gave the lease up; sticky, a later result does not count."""
+    SETTLED = auto()
+    """Agreed by all members: may be consumed and returned."""
+    CONSUMED = auto()
+    """Returned with the arrived rows marked as content."""
+    RETURNED = auto()
+    """Given back to its lender, exactly once."""
+    RETURN_FAILED = auto()
+    """The lender's return raised: never retried, the memory is retained, the lender is stopped."""
+    LENDER_STOPPED = auto()
+    """The lease's lender is stopped; what it lent is retained."""
+    BINDING_STOPPED = auto()
+    """The binding accepts no submissions any more."""
+    EVIDENCE_NEVER_SUBMITTED = auto()
+    EVIDENCE_COMPLETED = auto()
+    EVIDENCE_PEER_ACK = auto()
+    EVIDENCE_ENDPOINT_DESTROYED = auto()
+    EVIDENCE_PROCESS_DEAD = auto()
+    FENCED = auto()
+    """Read leases only: the reader may still read, but generations were raised first, so it cannot deliver (P5)."""
+
+
+class Evidence(IntEnum):
+    """Why access is known to have ended; each kind has its own fact bit."""
+
+    NEVER_SUBMITTED = int(Fact.EVIDENCE_NEVER_SUBMITTED)
+    COMPLETED = int(Fact.EVIDENCE_COMPLETED)
+    PEER_ACK = int(Fact.EVIDENCE_PEER_ACK)
+    ENDPOINT_DESTROYED = int(Fact.EVIDENCE_ENDPOINT_DESTROYED)
+    PROCESS_DEAD = int(Fact.EVIDENCE_PROCESS_DEAD)
+
+
+class FailureClass(IntEnum):
+    """The one word on which orchestration decides; the text beside it is for people."""
+
+    NONE = 0
+    LEASE_REFUSED = 1
+    """The lender's state did not allow it (pool full, cap reached, page gone)."""
+    BINDING_STOPPED = 2
+    PEER_LOST = 3
+    """The other side died, was isolated, or cannot be reached."""
+    TRANSPORT = 4
+    PAGE_CHANGED = 5
+    """The source rewrote pages while they were read; none of them is delivered (P2)."""
+    GRANT_REFUSED = 6
+    """The grant did not fit what was asked for: nothing moved."""
+    CANCELLED = 7
+    SHUTDOWN = 8
+    LENDER_STOPPED = 9
+    UNCERTAIN = 10
+    CONTRADICTION = 11
+    """A backend or a member said two things that exclude each other."""
+    ENGINE_LOST = 12
+    DEADLINE = 13
+    """The transfer's one deadline passed, or its limit on time in the queue."""
+    SOURCE_MISSES = 14
+    """The source does not have the pages, and was asked not to compute them."""
+    BAD_REQUEST = 15
+    """The prompt cannot be transferred: empty, too long, or a token id out of range."""
+
+
+RESULT_BITS = int(Fact.DELIVERED | Fact.FAILED | Fact.CANCELLED)
+"""At most one of these stands on a ticket (P17)."""
+EVIDENCE_BITS = int(
+    Fact.EVIDENCE_NEVER_SUBMITTED
+    | Fact.EVIDENCE_COMPLETED
+    | Fact.EVIDENCE_PEER_ACK
+    | Fact.EVIDENCE_ENDPOINT_DESTROYED
+    | Fact.EVIDENCE_PROCESS_DEAD
+)
+
+
+def fact_names(bits: int) -> tuple[str, ...]:
+    """Return the lower-case names of the bits that are on, in the order in which a lease gathers them."""
+    return tuple(fact.name.lower() for fact in Fact if bits & fact and fact.name)
+
+
+@dataclass(frozen=True, slots=True)
+class FactDetail:
+    """What a failure was: its class, whom it concerns, and a sentence for people."""
+
+    ticket: int
+    failure: FailureClass
+    text: str
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedRow:
+    """The audit row of a lease whose pages are known: which pages, in which generation, for whom."""
+
+    ticket: int
+    transfer: str
+    rank: int
+    writes: bool
+    lender: str
+    peer: str
+    pages: tuple[int, ...]
+    counters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """The audit row of one try of a backend."""
+
+    ticket: int
+    attempt: int
+    binding: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRow:
+    """The audit row of an attempt's end: what arrived, and by which evidence access ended."""
+
+    ticket: int
+    attempt: int
+    result: str
+    arrived: int
+    length_bytes: int
+    evidence: str
+    failure: FailureClass
+    text: str
+
+
+@dataclass(slots=True)
+class LeaseFacts:
+    """What changed since the last round, as columns of equal length; details and rows are sparse.
+
+    `lo` and `hi` are the resume bounds of a write lease in blocks of the prompt (restart floor, usable until); both are
+    0 until the result is fixed, and written once (P17).
+    """
+
+    tickets: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    bits: list[int] = field(default_factory=list)
+    lo: list[int] = field(default_factory=list)
+    hi: list[int] = field(default_factory=list)
+    details: list[FactDetail] = field(default_factory=list)
+    rows: list[GrantedRow | AttemptRow | OutcomeRow] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tickets or self.details or self.rows)
+
+    def add(self, ticket: int, rank: int, bits: int, lo: int, hi: int) -> None:
+        """Append one line of the columns."""
+        self.tickets.append(ticket)
+        self.ranks.append(rank)
+        self.bits.append(bits)
+        self.lo.append(lo)
+        self.hi.append(hi)

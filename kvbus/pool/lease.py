@@ -1,0 +1,202 @@
+"""A lease on pages of a pool: granted or refused at once, ended only by `release` (contract 12–19).
+
+The lease keeps what was said about it; the pages change hands in `kvbus.pool.lender`, in one step each.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvbus.errors import LedgerContradictionError
+from kvbus.ledger.types import Direction, LeaseFailure, LeaseView, Lender
+from kvbus.pool.pins import PinSet
+from kvbus.pool.refusals import require_mask, require_names
+
+
+class LeaseKeeper(Lender, Protocol):
+    """What a lease needs from its lender."""
+
+    @property
+    def rank(self) -> int:
+        """The rank whose pages the lender owns."""
+
+    def give_back(self, lease: "PoolLease") -> None:
+        """Take the pages of a lease that is being released."""
+
+    def resolve(self, lease: "PoolLease") -> None:
+        """Take the pages of a lease that was released unmarked, now that its rows are known."""
+
+
+class PoolLease:
+    """One lent range of pages in place; its lender owns it and every reference to it may be dropped (contract 9).
+
+    Bounds are in blocks of the prompt. Blocks before the first ordinal, between the lease's ordinals, and after the
+    last one up to `prompt_blocks` are assumed to be held: the caller leases exactly what is missing, and keeps what it
+    holds pinned (`PinSet`) until it has used it.
+    """
+
+    def __init__(
+        self,
+        keeper: LeaseKeeper,
+        lease_id: int,
+        direction: Direction,
+        granted: LeaseView | LeaseFailure,
+        *,
+        first_ordinal: int = 0,
+        prompt_blocks: int = 0,
+        pins: PinSet | None = None,
+        for_peer: bool = True,
+    ) -> None:
+        self._keeper = keeper
+        self._lease_id = lease_id
+        self._direction = direction
+        self._granted = granted
+        self._names: tuple[bytes, ...] = granted.names if isinstance(granted, LeaseView) else ()
+        self._first_ordinal = first_ordinal
+        self._prompt_blocks = prompt_blocks
+        self._pins = pins
+        self._for_peer = for_peer
+        self._viewed = False
+        self._released = False
+        self._arrived: tuple[bool, ...] | None = None
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failure else "released" if self._released else "lent"
+        return f"<PoolLease {self._lease_id} {self._direction.name} pages={len(self.pages)} {state}>"
+
+    @property
+    def lease_id(self) -> int:
+        """A number unique within its lender."""
+        return self._lease_id
+
+    @property
+    def direction(self) -> Direction:
+        """Whether the pages are lent out for reading, or lent for writing."""
+        return self._direction
+
+    @property
+    def rank(self) -> int:
+        """The rank whose pages these are."""
+        return self._keeper.rank
+
+    @property
+    def lender(self) -> Lender:
+        """Who lent the pages, and takes them back."""
+        return self._keeper
+
+    @property
+    def failure(self) -> LeaseFailure | None:
+        """Why nothing was lent; final, and such a lease changed nothing (contract 13)."""
+        return self._granted if isinstance(self._granted, LeaseFailure) else None
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages lent, row by row; none for a failed lease."""
+        return self._granted.pages if isinstance(self._granted, LeaseView) else ()
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """The generation counters at hand-over, row by row."""
+        return self._granted.counters if isinstance(self._granted, LeaseView) else ()
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """The rows' names; empty bytes for rows that are not named yet."""
+        return self._names
+
+    @property
+    def viewed(self) -> bool:
+        """Whether `poll` gave the pages out: from then on they may be accessed."""
+        return self._viewed
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return self._released
+
+    @property
+    def arrived(self) -> tuple[bool, ...] | None:
+        """What `mark_arrived` said, or None before."""
+        return self._arrived
+
+    @property
+    def pins(self) -> PinSet | None:
+        """The set that pins the content which this lease brings."""
+        return self._pins
+
+    @property
+    def for_peer(self) -> bool:
+        """Whether the lease counts toward the lender's cap (P26)."""
+        return self._for_peer
+
+    def poll(self) -> LeaseView | None:
+        """Return the same view each time, or None for ever for a failed lease; a contradiction after release."""
+        if self._released:
+            raise LedgerContradictionError("a released lease is polled", lease=self._lease_id)
+        if isinstance(self._granted, LeaseFailure):
+            return None
+        self._viewed = True
+        return self._granted
+
+    def name_rows(self, names: Sequence[bytes]) -> None:
+        """Name the rows of a write lease that was lent unnamed; once, before it is marked.
+
+        An engine that generates knows a block's name only when the block is full. The view is unchanged.
+        """
+        if any(self._names) or self._arrived is not None or not self.pages:
+            raise LedgerContradictionError("only an unnamed, unmarked lease can be named", lease=self._lease_id)
+        require_names(names)
+        if len(names) != len(self.pages):
+            raise ValueError(f"{len(names)} names for {len(self.pages)} rows: name each row")
+        self._names = tuple(names)
+
+    def mark_arrived(self, arrived: Sequence[bool]) -> None:
+        """Say which rows hold whole content: write leases only, once, after the view was seen.
+
+        Also the only way out of quarantine for a lease that was released unmarked: mark it when access has ended. A
+        wrong mask raises TypeError or ValueError and records nothing; a mark out of turn is a contradiction.
+        """
+        problem = self._mark_problem()
+        if problem:
+            raise LedgerContradictionError(problem, lease=self._lease_id)
+        self._arrived = require_mask(arrived, len(self.pages))
+        if self._released:
+            self._keeper.resolve(self)
+
+    def bounds(self, arrived: Sequence[bool]) -> tuple[int, int]:
+        """Return (restart floor, usable until) in blocks if exactly these rows arrive; changes nothing.
+
+        The floor is the first ordinal: what lies before it was there before this lease, and no resume goes behind it
+        (contract 27). Usable is every block before the first row that did not arrive (contract 28: full attention needs
+        each block), or the whole prompt as far as it is held.
+        """
+        mask = require_mask(arrived, len(self.pages))
+        if isinstance(self._granted, LeaseFailure):
+            return self._first_ordinal, self._first_ordinal
+        ordinals = self._granted.ordinals
+        if not ordinals:
+            return self._prompt_blocks, self._prompt_blocks
+        for ordinal, whole in zip(ordinals, mask, strict=True):
+            if not whole:
+                return ordinals[0], ordinal
+        return ordinals[0], max(self._prompt_blocks, ordinals[-1] + 1)
+
+    def release(self) -> None:
+        """Give the pages back; legal in every state, and only the first call does anything (contract 15).
+
+        Read: the pins go. Write: rows marked as arrived become content, other rows free pages. If the view was seen and
+        no mark was made, nobody knows what the pages hold or who still writes them: they stay in quarantine (contract
+        18) until `mark_arrived`. If the view was never seen, all pages become free (contract 19).
+        """
+        if self._released:
+            return
+        self._released = True
+        self._keeper.give_back(self)
+
+    def _mark_problem(self) -> str | None:
+        if self._direction is not Direction.WRITE:
+            return "a read lease is marked"
+        if not self._viewed:
+            return "a lease is marked whose view nobody saw"
+        if self._arrived is not None:
+            return "a lease is marked twice"
+        return None

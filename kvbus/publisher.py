@@ -1,0 +1,350 @@
+"""The requester's door: ask a destination to take a prompt's KV from a source, and await what comes of it.
+
+A request goes into a durable queue, so the destination may be away. What it says comes back on the requester's own
+subject: first a verdict, then the outcome.
+"""
+
+import asyncio
+import secrets
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from pydantic import ValidationError
+
+from kvbus.bus import NatsBus
+from kvbus.config import discover
+from kvbus.errors import BusError, PeerError
+from kvbus.events import (
+    REQUEST_LENGTH_MAX_BYTES,
+    Event,
+    Header,
+    Message,
+    Prompt,
+    TransferCancelRequested,
+    TransferOutcome,
+    TransferRequested,
+    TransferVerdict,
+    decode,
+    encode,
+)
+from kvbus.names import TOKEN_ID_MAX, request_hash, token_bytes
+from kvbus.parts import Body, OnMiss
+from kvbus.topics import Command, Topics, escape
+from kvbus.transport import Bus, Delivery, NoAnswer, NotStored, Subscription
+
+ANSWER_S = 5.0
+"""A destination answers a direct question between two rounds, within milliseconds; this long only when overloaded."""
+
+_HEADERS_BYTES = 512  # what the broker's headers may add to a request; the id in them is at most 200 bytes
+_TEXT_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a request: `queued` until the destination has spoken, then its own word.
+
+    `transfer` names the transfer that serves it, where the destination said so.
+    """
+
+    verdict: Literal["queued", "accepted", "deduped", "skipped_busy", "refused"]
+    reason: str = ""
+    transfer: str = ""
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether an outcome may still come."""
+        return self.verdict in {"queued", "accepted", "deduped"}
+
+
+class TransferHandle:
+    """One request of ours and what came back for it; let go of it and later answers are ignored."""
+
+    def __init__(self, request: TransferRequested) -> None:
+        self.request = request
+        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._outcome: asyncio.Future[TransferOutcome | None] = asyncio.get_running_loop().create_future()
+        self._so_far = Verdict("queued", "the destination has not answered yet")
+
+    @property
+    def request_hash(self) -> str:
+        """The hash by which broker and destination tell a repeat of this request."""
+        return self.request.request_hash
+
+    async def verdict(self, wait_s: float = 10.0) -> Verdict:
+        """Return the destination's verdict; `queued` with the reason if none came within the wait."""
+        await asyncio.wait({self._verdict}, timeout=wait_s)
+        return self._verdict.result() if self._verdict.done() else self._so_far
+
+    async def outcome(self, wait_s: float = 60.0) -> TransferOutcome | None:
+        """Return how the transfer ended; None if it has not within the wait, or at once if it was not taken on."""
+        await asyncio.wait({self._outcome}, timeout=wait_s)
+        return self._outcome.result() if self._outcome.done() else None
+
+    def hear_queued(self, reason: str) -> None:
+        """Note why there is no verdict yet."""
+        self._so_far = Verdict("queued", reason)
+
+    def hear_verdict(self, verdict: Verdict) -> None:
+        """Take the first verdict; one that leaves no hope ends the wait for an outcome too."""
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+            if not verdict.hopeful and not self._outcome.done():
+                self._outcome.set_result(None)
+
+    def hear_outcome(self, outcome: TransferOutcome) -> None:
+        """Take the outcome, unless it is that of another transfer of the same prompt."""
+        ours = self._verdict.result().transfer if self._verdict.done() else ""
+        if not self._outcome.done() and ours in {"", outcome.transfer}:
+            self._outcome.set_result(outcome)
+
+
+class Publisher:
+    """Publishes transfer requests; use it as `async with Publisher() as publisher`.
+
+    With neither a bus nor a URL it finds the broker that `kvbus up` started on this host.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        requester: str | None = None,
+        *,
+        bus: Bus | None = None,
+        topics: Topics | None = None,
+    ) -> None:
+        self._url = url
+        self._token = token
+        self.requester = requester or f"requester-{secrets.token_hex(8)}"
+        self._given_bus = bus
+        self._bus: Bus | None = None
+        self._topics = topics or Topics()
+        self._subscription: Subscription | None = None
+        # A requester has no epoch, so a random start keeps the ids of two runs under one name apart.
+        self._sequence = secrets.randbits(60)
+        self._handles: weakref.WeakSet[TransferHandle] = weakref.WeakSet()
+        self.malformed = 0
+
+    async def __aenter__(self) -> Self:
+        """Connect and listen for results; BusError or ConfigError within ten seconds says what is wrong."""
+        escape(self.requester)
+        self._bus = self._given_bus or await self._connect()
+        try:
+            self._subscription = await self._bus.subscribe(self._topics.result(self.requester), self._hear)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening; a bus that was given stays open."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening and, if we made the connection, end it; repeatable."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            await subscription.close()
+        bus, self._bus = self._bus, None
+        if bus is not None and bus is not self._given_bus:
+            await bus.close()
+
+    async def transfer(
+        self,
+        *,
+        source: str,
+        destination: str,
+        prompt: str | Sequence[int] | Sequence[dict[str, str]],
+        model: str = "",
+        salt: str = "",
+        on_miss: OnMiss = "prefill",
+        budget_s: float = 30.0,
+    ) -> TransferHandle:
+        """Ask `destination` to take the KV of a prompt from `source`; returns once the request is durable or answered.
+
+        The prompt is text, token ids, or chat messages with `role` and `content`. ValueError names a field that does
+        not fit; BusError means that the broker did not take the request.
+        """
+        bus = self._running()
+        request = self._request(source, destination, prompt, model, salt=salt, on_miss=on_miss, budget_s=budget_s)
+        header = self._header(request)
+        data = encode(header, request)
+        if len(data) + _HEADERS_BYTES > REQUEST_LENGTH_MAX_BYTES:
+            raise ValueError(
+                f"prompt makes a request of {len(data)} bytes, expected at most "
+                f"{REQUEST_LENGTH_MAX_BYTES - _HEADERS_BYTES}: shorten it, or send token ids (4 bytes each)"
+            )
+        handle = TransferHandle(request)
+        self._handles.add(handle)
+        subject = self._topics.transfer(destination, request.request_hash)
+        stored = await bus.store(subject, data, message_id=request.request_id)
+        if isinstance(stored, NotStored):
+            if stored.reason == "pending":
+                await self._ask_directly(bus, handle, data)
+            else:
+                handle.hear_verdict(Verdict("skipped_busy", "the broker's request queue is full; try again later"))
+        return handle
+
+    async def cancel(self, request_hash: str, destination: str) -> bool:
+        """Ask a destination to stop a queued or running transfer; False if it did not answer."""
+        body = TransferCancelRequested(request_hash=request_hash)
+        data = encode(self._header(body), body)
+        subject = self._topics.command(destination, Command.CANCEL)
+        return not isinstance(await self._running().request(subject, data, wait_s=ANSWER_S), NoAnswer)
+
+    async def _connect(self) -> Bus:
+        url, token = (self._url, self._token) if self._url else discover()
+        return await NatsBus.connect(url, name=self.requester, token=self._token or token, topics=self._topics)
+
+    def _running(self) -> Bus:
+        if self._bus is None:
+            raise BusError("this publisher is closed: use it inside `async with Publisher() as publisher`")
+        return self._bus
+
+    def _header(self, body: Body) -> Header:
+        self._sequence += 1
+        return Header(k=body.KIND, i=self.requester, s=self._sequence, t=time.time_ns())
+
+    def _request(
+        self,
+        source: str,
+        destination: str,
+        prompt: str | Sequence[int] | Sequence[dict[str, str]],
+        model: str,
+        *,
+        salt: str,
+        on_miss: OnMiss,
+        budget_s: float,
+    ) -> TransferRequested:
+        if source == destination:
+            raise ValueError(f"source and destination are both {source!r}: an instance is not its own source")
+        for field, name in (("source", source), ("destination", destination)):
+            try:
+                escape(name)
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from error
+        checked = checked_prompt(prompt)
+        try:
+            return TransferRequested(
+                request_id=f"{self.requester}.{self._sequence + 1}",
+                request_hash=request_hash(model=model, salt=salt, source=source, prompt=checked.canonical()),
+                requester=self.requester,
+                source=source,
+                destination=destination,
+                prompt=checked,
+                model=model,
+                salt=salt,
+                on_miss=on_miss,
+                budget_s=budget_s,
+            )
+        except ValidationError as error:
+            raise ValueError(_first_problem(error)) from error
+
+    async def _ask_directly(self, bus: Bus, handle: TransferHandle, data: bytes) -> None:
+        """The queue holds this request already, waiting or running; only the destination knows which."""
+        destination = handle.request.destination
+        answer = await bus.request(self._topics.command(destination, Command.TRANSFER), data, wait_s=ANSWER_S)
+        if isinstance(answer, NoAnswer):
+            why = "does not listen now" if answer.reason == "nobody_listens" else "did not answer in time"
+            handle.hear_queued(
+                f"the same request is already in the queue, and {destination} {why}; it is taken when {destination} "
+                "comes back, or leaves the queue ten minutes after it was made"
+            )
+            return
+        event = self._decoded(answer)
+        if event is not None and isinstance(event.body, TransferVerdict):
+            handle.hear_verdict(_verdict(event.body))
+
+    async def _hear(self, delivery: Delivery) -> None:
+        event = self._decoded(delivery.data)
+        if event is None:
+            return
+        body = event.body
+        if isinstance(body, TransferVerdict):
+            for handle in self._ours(body.request_hash):
+                if handle.request.request_id == body.request_id:
+                    handle.hear_verdict(_verdict(body))
+        elif isinstance(body, TransferOutcome):
+            for handle in self._ours(body.request_hash):
+                handle.hear_outcome(body)
+
+    def _ours(self, hash_: str) -> Iterator[TransferHandle]:
+        return (handle for handle in tuple(self._handles) if handle.request_hash == hash_)
+
+    def _decoded(self, data: bytes) -> Event | None:
+        try:
+            return decode(data)
+        except PeerError:
+            self.malformed += 1
+            return None
+
+
+def transfer_and_wait(
+    *,
+    source: str,
+    destination: str,
+    prompt: str | Sequence[int] | Sequence[dict[str, str]],
+    url: str | None = None,
+    token: str | None = None,
+    wait_s: float = 60.0,
+) -> tuple[Verdict, TransferOutcome | None]:
+    """Ask for one transfer and await what comes of it, for scripts that have no event loop of their own."""
+
+    async def ask() -> tuple[Verdict, TransferOutcome | None]:
+        async with Publisher(url, token) as publisher:
+            handle = await publisher.transfer(source=source, destination=destination, prompt=prompt)
+            return await handle.verdict(), await handle.outcome(wait_s)
+
+    return asyncio.run(ask())
+
+
+def checked_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
+    """Return the prompt as it travels; ValueError says which part does not fit."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("prompt is empty: there is nothing to transfer")
+        return Prompt(text=prompt)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise _unfit(f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError("prompt is empty: there is nothing to transfer")
+    if isinstance(prompt[0], dict):
+        return Prompt(messages=tuple(_message(position, item) for position, item in enumerate(prompt)))
+    return Prompt(tokens=token_bytes([_token(position, item) for position, item in enumerate(prompt)]))
+
+
+def _message(position: int, item: object) -> Message:
+    if not isinstance(item, dict):
+        raise _unfit(f"prompt message {position} must be a dict with role and content, got {type(item).__name__}")
+    try:
+        return Message.model_validate(item)
+    except ValidationError as error:
+        raise ValueError(f"prompt message {position}: {_first_problem(error)}") from error
+
+
+def _token(position: int, item: object) -> int:
+    if isinstance(item, bool) or not isinstance(item, int):
+        raise _unfit(f"prompt token {position} must be a whole number, got {type(item).__name__}")
+    if not 0 <= item <= TOKEN_ID_MAX:
+        raise ValueError(f"prompt token {position} must lie in 0…{TOKEN_ID_MAX}, got {item}")
+    return item
+
+
+def _unfit(text: str) -> ValueError:
+    """A wrong type is a ValueError here too: whoever asks catches one class for every field that does not fit."""
+    return ValueError(text)
+
+
+def _verdict(body: TransferVerdict) -> Verdict:
+    return Verdict(body.verdict, body.reason, body.transfer)
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"[:_TEXT_MAX]

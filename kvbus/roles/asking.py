@@ -1,0 +1,190 @@
+"""Asking a source to lend, and telling it that access has ended: both repeat until they are answered.
+
+A question is idempotent: its key (epoch, transfer, attempt, rank) gets the same lease each time. A release is repeated
+until the source confirms it, since one lost message must not pin pages for ever (P18); it stops only when the registry
+shows that the source's process, and so its pool, is no more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbus.errors import BusError, PeerError
+from kvbus.events import LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, decode, encode
+from kvbus.grants import Expected, Grant, refusal, unseal
+from kvbus.ledger.facts import FailureClass
+from kvbus.parts import Body
+from kvbus.roles.recorder import Recorder
+from kvbus.roles.registry import Registered, lookup
+from kvbus.topics import Command, Topics
+from kvbus.transport import Bus, NoAnswer
+
+ANSWER_SLACK_S = 3.0
+"""What an answer may take beyond the source's own wait: a busy loop, and a broker that reconnects."""
+RELEASES_MAX = 4_096
+"""Releases still unconfirmed: as many leases as a source lends at once; beyond that new transfers are refused."""
+RELEASE_PAUSE_MAX_S = 10.0
+GONE_CHECKS_MAX = 3
+"""A source that is missing from the registry three times in a row, at least 10 s each, has ended or is cut off; its
+own proof of our death or the next contact ends the lease there. Nothing on this side depends on it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant that was checked against everything that was asked for, and the source that gave it."""
+
+    grant: Grant
+    expected: Expected
+    source: Registered
+
+
+@dataclass(frozen=True, slots=True)
+class NotGranted:
+    """Why there is no grant: a value, since misses and refusals are ordinary."""
+
+    failure: FailureClass
+    text: str
+
+
+class Asker:
+    """Speaks to sources on behalf of this member's transfers."""
+
+    def __init__(
+        self, *, bus: Bus, topics: Topics, recorder: Recorder, pause_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._bus = bus
+        self._topics = topics
+        self._recorder = recorder
+        self._pause_s = pause_s
+        self._clock = clock
+        self._releases: dict[ReaderKey, asyncio.Task[None]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """True while so many releases are unconfirmed that no new lease should be asked for."""
+        return len(self._releases) >= RELEASES_MAX
+
+    @property
+    def unconfirmed(self) -> int:
+        """Releases that no source has confirmed yet."""
+        return len(self._releases)
+
+    async def ask(
+        self,
+        asked: LendRequested,
+        source: Registered,
+        *,
+        page_bytes: int,
+        deadline: float,
+        on_computing: Callable[[], None],
+    ) -> Granted | NotGranted:
+        """Ask until the source grants, refuses, or the deadline passes; then check the grant before anything moves."""
+        subject = self._topics.command(source.instance, Command.LEASE)
+        while (left_s := deadline - self._clock()) > 0:
+            question = asked.model_copy(update={"budget_s": max(0.001, left_s), "wait_s": min(asked.wait_s, left_s)})
+            answer = await self._request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
+            if isinstance(answer, NoAnswer):
+                if answer.reason == "nobody_listens":
+                    return NotGranted(FailureClass.PEER_LOST, f"nobody answers for {source.instance}: it has gone")
+                continue
+            if answer.status == "granted":
+                return self._checked(answer, asked, source, page_bytes)
+            if answer.status == "refused":
+                return NotGranted(failure_named(answer.failure), answer.reason)
+            on_computing()
+        return NotGranted(FailureClass.DEADLINE, f"{source.instance} did not grant within the budget")
+
+    def release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
+        """Tell the source, until it confirms, that access under this key has ended; returns at once."""
+        if key not in self._releases:
+            task = asyncio.get_running_loop().create_task(self._release(key, nonce, source))
+            self._releases[key] = task
+            task.add_done_callback(lambda _task: self._releases.pop(key, None))
+
+    async def flush(self, wait_s: float) -> int:
+        """Wait for outstanding releases, bounded; return how many are still unconfirmed."""
+        if self._releases:
+            await asyncio.wait(list(self._releases.values()), timeout=wait_s)
+        return len(self._releases)
+
+    async def close(self) -> None:
+        """Stop repeating."""
+        tasks = list(self._releases.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    async def _request(self, subject: str, body: Body, *, wait_s: float) -> LendAnswered | NoAnswer:
+        try:
+            data = await self._bus.request(subject, self._encoded(body), wait_s=wait_s)
+            if isinstance(data, NoAnswer):
+                return data
+            event = decode(data)
+        except BusError as error:
+            await asyncio.sleep(self._pause_s)
+            return NoAnswer(str(error))
+        except PeerError as error:
+            log.warning("answer on %s is unreadable: %s", subject, error)
+            await asyncio.sleep(self._pause_s)
+            return NoAnswer("unreadable")
+        if isinstance(event.body, LendAnswered):
+            return event.body
+        return LendAnswered(status="refused", failure="grant_refused", reason=f"answered with {event.header.k}")
+
+    def _checked(
+        self, answer: LendAnswered, asked: LendRequested, source: Registered, page_bytes: int
+    ) -> Granted | NotGranted:
+        try:
+            grant = unseal(answer.grant, answer.signature, source.record.verify_key)
+        except PeerError as error:
+            return NotGranted(FailureClass.GRANT_REFUSED, str(error))
+        expected = Expected(
+            reader=asked.key,
+            lender_instance=source.instance,
+            lender_epoch=source.epoch,
+            fingerprint=asked.fingerprint,
+            page_bytes=page_bytes,
+            names_asked=len(asked.names) // 16,
+        )
+        reason = refusal(grant, expected)
+        if reason is None and grant.nonce != asked.nonce:
+            reason = "the grant carries another nonce than the question"
+        if reason is not None:
+            return NotGranted(FailureClass.GRANT_REFUSED, reason)
+        return Granted(grant, expected, source)
+
+    async def _release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
+        subject = self._topics.command(source.instance, Command.LEASE)
+        body = LeaseReleased(key=key, nonce=nonce)
+        pause_s, gone = self._pause_s, 0
+        while gone < GONE_CHECKS_MAX:
+            try:
+                data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
+                if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
+                    return  # known or not: it holds nothing for this key any more
+                if isinstance(data, NoAnswer) and data.reason == "nobody_listens":
+                    gone = 0 if await self._same_epoch(source) else gone + 1
+            except (BusError, PeerError) as error:
+                log.info("release of %s not confirmed: %s", key.transfer, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
+
+    async def _same_epoch(self, source: Registered) -> bool:
+        registered = await lookup(self._bus, source.instance)
+        return any((one.member, one.epoch) == (source.member, source.epoch) for one in registered)
+
+    def _encoded(self, body: Body) -> bytes:
+        return encode(self._recorder.header(body.KIND), body)
+
+
+def failure_named(name: str) -> FailureClass:
+    """Return the failure class that a peer named; a name that this version does not know is a refusal."""
+    try:
+        return FailureClass[name.upper()]
+    except KeyError:
+        return FailureClass.GRANT_REFUSED

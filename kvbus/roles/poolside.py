@@ -1,0 +1,62 @@
+"""The pool of this worker as its roles see it: one layout, its memory, its index, its lender, and its names."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbus.errors import ConfigError
+from kvbus.grants import PoolGeometry
+from kvbus.names import page_names
+from kvbus.pool.allocator import PageAllocator
+from kvbus.pool.index import ReuseIndex
+from kvbus.pool.layout import PageLayout
+from kvbus.pool.lender import PoolLender
+from kvbus.pool.memory import PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSide:
+    """Everything about the pool of one rank. `tokens_max` is the longest prompt that it keeps room for."""
+
+    layout: PageLayout
+    memory: PoolMemory
+    allocator: PageAllocator
+    lender: PoolLender
+    tokens_max: int
+    lent_cap_pages: int
+
+    @classmethod
+    def create(cls, layout: PageLayout, *, pages: int, tokens_max: int, epoch: int) -> "PoolSide":
+        """Make the pool; ConfigError where it could not hold the engine's longest prompt beside anything lent."""
+        longest = math.ceil(tokens_max / layout.block_tokens)
+        cap = pages - longest
+        if cap < 1:
+            raise ConfigError(
+                f"pool too small: {pages} pages, the longest prompt of {tokens_max} tokens alone takes {longest}; "
+                f"give at least {2 * longest} (--pages), or allow shorter prompts only (--prompt-tokens-max)",
+                pages=pages,
+                page_bytes=layout.page_bytes,
+            )
+        memory = PoolMemory.create(layout, pages, epoch)
+        allocator = PageAllocator(pages)
+        lender = PoolLender(
+            memory, allocator, ReuseIndex(), name=f"pool{layout.rank}", rank=layout.rank, lent_cap_pages=cap
+        )
+        return cls(layout, memory, allocator, lender, tokens_max, cap)
+
+    def names(self, token_ids: Sequence[int], salt: str) -> tuple[bytes, ...]:
+        """Return the page names of a prompt's whole blocks in this pool's namespace."""
+        return page_names(self.layout.namespace(salt), token_ids, self.layout.block_tokens)
+
+    def geometry(self) -> PoolGeometry:
+        """Return where things are, for grants."""
+        memory = self.memory
+        return PoolGeometry(
+            base=memory.address,
+            length_bytes=memory.length_bytes,
+            generations_offset=memory.generations_offset,
+            pages_offset=memory.pages_offset,
+            page_stride=memory.page_stride,
+            page_bytes=self.layout.page_bytes,
+            page_count=memory.page_count,
+        )

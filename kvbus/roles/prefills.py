@@ -1,0 +1,42 @@
+"""Prefill on behalf of a reader: the local engine computes a prompt without output, and its pages come back pinned."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from kvbus.engines.base import Prefilled
+from kvbus.engines.desk import Refusal
+
+
+class PrefillPort(Protocol):
+    """The engine as the prefiller needs it."""
+
+    async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
+        """Have the engine compute and store a prompt; its handle is the caller's to release."""
+
+
+class HandleDesk(Protocol):
+    """Where handles are released."""
+
+    def release(self, handle: int) -> None:
+        """Unpin what a handle holds."""
+
+
+class Prefiller:
+    """Runs prefills one after the other, as the engine does, and keeps each result pinned while it is used."""
+
+    def __init__(self, *, port: PrefillPort, desk: HandleDesk) -> None:
+        self._port = port
+        self._desk = desk
+
+    @asynccontextmanager
+    async def computed(self, token_ids: tuple[int, ...], salt: str, *, wait_s: float) -> AsyncIterator[str]:
+        """Yield "" once the prompt's pages stand in the pool, pinned until the block ends; else why they do not."""
+        answer = await self._port.prefill(token_ids, salt, wait_s)
+        if isinstance(answer, Refusal):
+            yield answer.text
+            return
+        try:
+            yield answer.refused
+        finally:
+            self._desk.release(answer.handle)

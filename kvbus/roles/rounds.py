@@ -1,0 +1,127 @@
+"""The round: local facts, agreement, settle, advance, finish; run whenever something changed, and once a second.
+
+An instance with one member agrees with itself in the same round, in process, and records the decision. The round is
+one synchronous step on the worker's loop: whoever changed something may run it at once and find its leases moved on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbus.ledger.agreement import Agreement, Decision
+from kvbus.ledger.facts import RESULT_BITS, Fact, FactDetail, LeaseFacts, OutcomeRow
+from kvbus.ledger.holder import LeaseHolder
+
+PASSES_MAX = 8
+"""A lease goes from taken to returned in four passes; what is still changing after eight waits for the next round."""
+
+
+class FactsSink(Protocol):
+    """Where a round's facts and decisions go: the recorder, towards the bus."""
+
+    def facts(self, facts: LeaseFacts) -> None:
+        """Take one batch, in order."""
+
+    def decision(self, decision: Decision) -> None:
+        """Take one decision, in order."""
+
+
+class TransferFacts(Protocol):
+    """Who follows transfers: hears the lines, rows and details that a batch holds."""
+
+    def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
+        """One line of the columns."""
+
+    def on_outcome(self, row: OutcomeRow) -> None:
+        """An attempt ended."""
+
+    def on_detail(self, detail: FactDetail) -> None:
+        """Why something failed."""
+
+
+@dataclass(slots=True)
+class RoundStatistics:
+    """How many rounds ran, and how many lines of facts they had."""
+
+    rounds: int = 0
+    lines: int = 0
+    unknown_tickets: int = 0
+
+
+class Rounds:
+    """Runs rounds for one member; `wake` asks for one soon, `run` does one now."""
+
+    def __init__(self, *, holder: LeaseHolder, agreement: Agreement, sink: FactsSink, member: str, epoch: int) -> None:
+        self.holder = holder
+        self.agreement = agreement
+        self.statistics = RoundStatistics()
+        self._sink = sink
+        self._member = member
+        self._epoch = epoch
+        self._followers: list[TransferFacts] = []
+        self._running = False
+        self._again = False
+
+    def follow(self, follower: TransferFacts) -> None:
+        """Let a follower hear each batch, after it was recorded."""
+        self._followers.append(follower)
+
+    def run(self) -> None:
+        """Run passes until nothing changes any more; a call from inside a pass asks for one more instead."""
+        if self._running:
+            self._again = True
+            return
+        self._running = True
+        try:
+            for _ in range(PASSES_MAX):
+                self._again = False
+                if not self._pass() and not self._again:
+                    break
+        finally:
+            self._running = False
+
+    def decide(self, make: Callable[[Agreement], Decision]) -> Decision:
+        """Make a decision outside a pass (open, void) and record it."""
+        decision = make(self.agreement)
+        self._sink.decision(decision)
+        return decision
+
+    def _pass(self) -> bool:
+        holder = self.holder
+        facts = holder.collect()
+        self.statistics.rounds += 1
+        if facts:
+            self._sink.facts(facts)
+            unknown = holder.settle(self._agree(facts))
+            self.statistics.unknown_tickets += len(unknown)
+        holder.advance()
+        holder.finish()
+        if facts:
+            self._tell(facts)
+        return bool(facts)
+
+    def _agree(self, facts: LeaseFacts) -> list[int]:
+        """Return the tickets to settle now: those of decisions, and local ones that no transfer shares."""
+        self.statistics.lines += len(facts.tickets)
+        tickets: list[int] = []
+        for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+            if bits & (Fact.RETURNED | Fact.SETTLED):
+                continue
+            party_key = (self._member, self._epoch, ticket)
+            decision = self.agreement.report(party_key, bits, lo=lo, hi=hi)
+            if decision is not None:
+                self._sink.decision(decision)
+                tickets += [party.ticket for party in decision.parties if party.member == self._member]
+            elif bits & Fact.ACCESS_ENDED and bits & RESULT_BITS and not self.agreement.awaits(party_key):
+                tickets.append(ticket)
+        return tickets
+
+    def _tell(self, facts: LeaseFacts) -> None:
+        for follower in self._followers:
+            for detail in facts.details:
+                follower.on_detail(detail)
+            for row in facts.rows:
+                if isinstance(row, OutcomeRow):
+                    follower.on_outcome(row)
+            for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+                follower.on_line(ticket, bits, lo, hi)

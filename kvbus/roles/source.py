@@ -1,0 +1,292 @@
+"""The source: answers who asks to borrow pages, and takes back what readers have let go of.
+
+Everything between the look-up and the grant is one synchronous step on the loop that owns the pool: found, pinned, in
+which generation, marked as accessed, signed (P9, contract 42). A repeat of a question gets the same answer (P18).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbus.dataplane.lending import LendingBackend, Reader
+from kvbus.errors import KvbusError, PeerError
+from kvbus.events import Event, LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, column, encode
+from kvbus.grants import Grant, LenderKey, MemoryAccess, UcxAccess
+from kvbus.ledger.facts import Fact, FailureClass
+from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
+from kvbus.ledger.types import Direction, LeaseView, SubmitMode
+from kvbus.names import NAME_LENGTH_BYTES, tokens_from_bytes
+from kvbus.parts import Body
+from kvbus.processes import ProcessWatch, same_host
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.prefills import Prefiller
+from kvbus.roles.recorder import Recorder
+from kvbus.roles.rounds import Rounds
+
+LEND_MODE = SubmitMode("lending", Direction.READ)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LenderName:
+    """Who lends: what stands in each grant."""
+
+    instance: str
+    member: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAccess:
+    """The ways in which a reader may reach the pool."""
+
+    ucx: UcxAccess | None
+    memory: MemoryAccess | None
+
+
+class Source:
+    """Lends the pool's pages to readers of other instances."""
+
+    def __init__(
+        self,
+        *,
+        name: LenderName,
+        pool: PoolSide,
+        access: PoolAccess,
+        rounds: Rounds,
+        lending: LendingBackend,
+        key: LenderKey,
+        book: LendBook,
+        prefiller: Prefiller,
+        recorder: Recorder,
+        watch: ProcessWatch,
+        clock: Callable[[], float],
+    ) -> None:
+        self._name = name
+        self._pool = pool
+        self._access = access
+        self._rounds = rounds
+        self._lending = lending
+        self._key = key
+        self._book = book
+        self._prefiller = prefiller
+        self._recorder = recorder
+        self._watch = watch
+        self._clock = clock
+        self._decided: dict[Key, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: set[tuple[str, str, int]] = set()
+        self._draining = False
+
+    # ------------------------------------------------------------------------------------------------------ answers
+
+    async def answer(self, event: Event) -> bytes:
+        """Answer one message on the lease subject; PeerError for a kind that does not belong there."""
+        body = event.body
+        if isinstance(body, LendRequested):
+            if event.header.i != body.key.instance:
+                raise PeerError("a question in another's name", sender=event.header.i, key=body.key.instance)
+            answer = await self._lend(body)
+            return self._encoded(answer, event.header.event_id)
+        if isinstance(body, LeaseReleased):
+            return self._encoded(ReleaseConfirmed(known=self.released(body.key, body.nonce)), event.header.event_id)
+        raise PeerError("expected lend_requested or lease_released", kind=event.header.k)
+
+    def released(self, key: ReaderKey, nonce: bytes) -> bool:
+        """Take a reader's word that its access has ended, from the bus or in band; idempotent."""
+        book_key = key_of(key)
+        entry = self._book.find(book_key)
+        if entry is not None and entry.state is LendState.COMPUTING:
+            # Nothing was lent yet. The tombstone keeps the computation's end from lending.
+            self._book.close(book_key)
+            self._wake(book_key)
+            return True
+        known = self._lending.acknowledge(key, nonce)
+        if known:
+            self._book.close(book_key)
+            self._rounds.run()
+        return known
+
+    def reader_died(self, instance: str, member: str, epoch: int) -> None:
+        """A reader's process is proved dead: nothing of it reads any more."""
+        self._watching.discard((instance, member, epoch))
+        for key in self._book.keys_of(instance, member, epoch):
+            self._book.close(key)
+            self._wake(key)
+        if self._lending.reader_died(instance, member, epoch):
+            self._rounds.run()
+
+    def stop_lending(self) -> None:
+        """Refuse new questions from now on; what is lent stays until its reader lets go."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End what still computes; bounded by the cancellation itself."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    async def _lend(self, asked: LendRequested) -> LendAnswered:
+        key = key_of(asked.key)
+        if self._book.is_closed(key):
+            return _refused(FailureClass.CANCELLED, "this reader has said before that its access has ended")
+        entry = self._book.find(key)
+        if entry is None:
+            refusal = self._refusal(asked)
+            if refusal is not None:
+                return refusal
+            entry = self._book.open(key, now=self._clock())
+            self._decide(asked, entry)
+        if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
+            await self._decision(key, asked.wait_s)
+        if entry.state is LendState.GRANTED:
+            return LendAnswered(status="granted", grant=entry.grant, signature=entry.signature)
+        if entry.refusal is not None:
+            self._book.forget(key)
+            return LendAnswered(status="refused", failure=entry.refusal[0], reason=entry.refusal[1])
+        if entry.state is LendState.CLOSED:
+            return _refused(FailureClass.CANCELLED, "the reader closed this key meanwhile")
+        return LendAnswered(status="computing")
+
+    def _refusal(self, asked: LendRequested) -> LendAnswered | None:
+        """Return why this question leads to nothing, before anything is touched."""
+        if self._draining:
+            return _refused(FailureClass.SHUTDOWN, f"{self._name.instance} is leaving and lends no more")
+        mine = self._pool.layout.fingerprint()
+        if asked.fingerprint != mine:
+            text = f"layout fingerprints differ: {self._name.instance} has {mine}, you have {asked.fingerprint}"
+            return _refused(FailureClass.GRANT_REFUSED, text)
+        if not asked.names or len(asked.names) % NAME_LENGTH_BYTES:
+            return _refused(FailureClass.BAD_REQUEST, f"names must be whole names of {NAME_LENGTH_BYTES} bytes")
+        if self._book.is_full():
+            return _refused(FailureClass.LEASE_REFUSED, f"{len(self._book)} readers are being served; try again later")
+        if not self._watched(asked):
+            return _refused(
+                FailureClass.PEER_LOST, "your process is not on this host any more, or too many are watched"
+            )
+        return None
+
+    def _watched(self, asked: LendRequested) -> bool:
+        """Watch a reader of this host before anything is lent to it (P6); others end their leases by their own word."""
+        who = (asked.key.instance, asked.key.member, asked.key.epoch)
+        if who in self._watching or not same_host(asked.process):
+            return True
+        if not self._watch.watch(asked.process, lambda: self.reader_died(*who)):
+            return False
+        self._watching.add(who)
+        return True
+
+    def _decide(self, asked: LendRequested, entry: LendEntry) -> None:
+        """Lend at once where that is possible; otherwise say why not, or start to compute."""
+        names = _names_of(asked)
+        held = len(self._pool.lender.pages_held(names))
+        if held == len(names) or (asked.on_miss == "partial" and held):
+            self._lend_now(asked, entry)
+        elif asked.on_miss == "prefill":
+            self._start_prefill(asked, entry, len(names))
+        else:
+            text = f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {asked.on_miss!r}"
+            entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
+
+    def _lend_now(self, asked: LendRequested, entry: LendEntry) -> None:
+        names, holder = _names_of(asked), self._rounds.holder
+        lease = self._pool.lender.lend_read(names, asked.first_block, whole=asked.on_miss == "prefill")
+        reader = Reader(asked.key, asked.nonce, asked.process)
+        ticket = holder.take(
+            lease, LEND_MODE, reader, now=self._clock(), peer=asked.key.instance, transfer=asked.key.transfer
+        )
+        self._rounds.run()
+        view = holder.view(ticket)
+        if view is None or not view.pages or not holder.bits(ticket) & Fact.SUBMITTED:
+            text = lease.failure.text if lease.failure else f"{self._name.instance} takes no new readers now"
+            entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), text)
+            self._lending.withdraw(ticket)
+            self._rounds.run()
+            return
+        try:
+            data, signature = self._key.seal(self._grant(asked, ticket, view))
+        except ValueError as error:
+            entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), str(error))
+            self._lending.withdraw(ticket)  # the grant never left
+            self._rounds.run()
+            return
+        self._book.grant(key_of(asked.key), ticket=ticket, grant=data, signature=signature)
+
+    def _grant(self, asked: LendRequested, ticket: int, view: LeaseView) -> Grant:
+        return Grant(
+            lender_instance=self._name.instance,
+            lender_member=self._name.member,
+            lender_epoch=self._name.epoch,
+            reader=asked.key,
+            ticket=ticket,
+            rank=view.rank,
+            fingerprint=self._pool.layout.fingerprint(),
+            nonce=asked.nonce,
+            pool=self._pool.geometry(),
+            pages=column(view.pages, 4),
+            counters=column(view.counters, 8),
+            ucx=self._access.ucx if "ucx" in asked.transports else None,
+            memory=self._access.memory if "memory" in asked.transports else None,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ prefill
+
+    def _start_prefill(self, asked: LendRequested, entry: LendEntry, blocks: int) -> None:
+        # Pins are never refused, so the room is checked before the work whose result they will keep.
+        failure = self._pool.lender.refusal(blocks)
+        if failure is not None:
+            entry.refusal = (failure.failure.name.lower(), f"{self._name.instance}: {failure.text}")
+            return
+        task = asyncio.get_running_loop().create_task(self._prefill(asked, entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prefill(self, asked: LendRequested, entry: LendEntry) -> None:
+        key = key_of(asked.key)
+        try:
+            token_ids = tokens_from_bytes(asked.tokens)
+            async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as refused:
+                if entry.state is not LendState.COMPUTING:
+                    return  # the reader has gone: nothing is lent
+                if refused:
+                    entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {refused}")
+                else:
+                    self._lend_now(asked, entry)
+        except (KvbusError, ValueError) as error:
+            log.warning("prefill for %s failed: %s", asked.key.transfer, error)
+            entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {error}")
+        finally:
+            self._wake(key)
+
+    async def _decision(self, key: Key, wait_s: float) -> None:
+        decided = self._decided.setdefault(key, asyncio.Event())
+        try:
+            await asyncio.wait_for(decided.wait(), wait_s)
+        except TimeoutError:
+            return
+
+    def _wake(self, key: Key) -> None:
+        decided = self._decided.pop(key, None)
+        if decided is not None:
+            decided.set()
+
+    def _encoded(self, body: Body, cause: str) -> bytes:
+        return encode(self._recorder.header(body.KIND, cause), body)
+
+
+def key_of(key: ReaderKey) -> Key:
+    """Return a reader key as the lender's book keeps it."""
+    return key.instance, key.member, key.epoch, key.transfer, key.attempt, key.rank
+
+
+def _refused(failure: FailureClass, text: str) -> LendAnswered:
+    return LendAnswered(status="refused", failure=failure.name.lower(), reason=text)
+
+
+def _names_of(asked: LendRequested) -> tuple[bytes, ...]:
+    step = NAME_LENGTH_BYTES
+    return tuple(asked.names[at : at + step] for at in range(0, len(asked.names), step))

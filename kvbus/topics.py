@@ -1,0 +1,187 @@
+"""Every subject on the bus: built here, parsed here, and nowhere else.
+
+A subject is `<prefix>.<family>.<instance or requester>[.<last token>]`. Names are escaped so that one encoding is legal
+in subjects, in key-value keys and in consumer names: `[A-Za-z0-9_-]` stay, every other byte becomes `=XX`. The broker
+would accept a publish to `kv..b` or `kv.*` without a word; the builders here cannot make one.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvbus.errors import PeerError
+
+TOKEN_LENGTH_MAX_BYTES = 64
+"""A token after escaping: legal in JetStream names on every file system that the broker may store them on."""
+
+REQUEST_HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+_ESCAPED = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+
+
+class Family(StrEnum):
+    """The second token of a subject: what kind of traffic it carries."""
+
+    TRANSFER = "transfer"
+    COMMAND = "cmd"
+    QUERY = "query"
+    FACTS = "facts"
+    SETTLE = "settle"
+    LIVE_FACTS = "live.facts"
+    LIVE_SETTLE = "live.settle"
+    RESULT = "result"
+    HEARTBEAT = "hb"
+
+
+class Command(StrEnum):
+    """Verbs that an instance answers by request-reply and that change something."""
+
+    TRANSFER = "transfer"
+    LEASE = "lease"
+    CANCEL = "cancel"
+    DRAIN = "drain"
+
+
+class Query(StrEnum):
+    """Verbs that an instance answers by request-reply and that change nothing."""
+
+    SNAPSHOT = "snapshot"
+    REPLAY = "replay"
+    STATS = "stats"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A parsed subject; `name` is the unescaped instance or requester, `last` the verb or request hash, or empty."""
+
+    family: Family
+    name: str
+    last: str = ""
+
+
+def escape(name: str) -> str:
+    """Return a name as one subject token; ValueError where it is empty or longer than 64 bytes once escaped."""
+    if not name:
+        raise ValueError("a name on the bus must not be empty")
+    token = "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in name.encode())
+    if len(token) > TOKEN_LENGTH_MAX_BYTES:
+        raise ValueError(
+            f"name {name[:80]!r} is {len(token)} bytes once escaped, expected at most {TOKEN_LENGTH_MAX_BYTES}"
+        )
+    return token
+
+
+def unescape(token: str) -> str:
+    """Return the name that a token stands for; PeerError where no call of `escape` gives that token."""
+    if len(token) > TOKEN_LENGTH_MAX_BYTES or not _ESCAPED.fullmatch(token):
+        raise PeerError("subject token is not an escaped name", token=token[:TOKEN_LENGTH_MAX_BYTES])
+    raw = bytearray()
+    position = 0
+    while position < len(token):
+        if token[position] == "=":
+            raw.append(int(token[position + 1 : position + 3], 16))
+            position += 3
+        else:
+            raw.append(ord(token[position]))
+            position += 1
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise PeerError("subject token does not hold UTF-8", token=token) from error
+    if escape(name) != token:  # one name has one token: `=41` for `A` would be a second one
+        raise PeerError("subject token is not in its one escaped form", token=token)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """Builds and parses the subjects of one deployment; `prefix` is the configurable first token."""
+
+    prefix: str = "kv"
+
+    def __post_init__(self) -> None:
+        if escape(self.prefix) != self.prefix:
+            raise ValueError(f"prefix must be one plain token of [A-Za-z0-9_-], got {self.prefix!r}")
+
+    def transfer(self, destination: str, request_hash: str) -> str:
+        """Where a durable transfer request for one destination goes."""
+        if not REQUEST_HASH_PATTERN.fullmatch(request_hash):
+            raise ValueError(f"request hash must be 32 lower-case hex characters, got {request_hash[:80]!r}")
+        return self._build(Family.TRANSFER, destination, request_hash)
+
+    def transfer_filter(self, destination: str | None = None) -> str:
+        """What a destination consumes; with no destination, what the stream stores."""
+        return self._filter(Family.TRANSFER, destination, depth=2)
+
+    def command(self, instance: str, verb: Command) -> str:
+        """Where an instance answers one command."""
+        return self._build(Family.COMMAND, instance, verb.value)
+
+    def query(self, instance: str, verb: Query) -> str:
+        """Where an instance answers one query."""
+        return self._build(Family.QUERY, instance, verb.value)
+
+    def facts(self, instance: str) -> str:
+        """Where a member publishes facts, into the stream."""
+        return self._build(Family.FACTS, instance)
+
+    def settle(self, instance: str) -> str:
+        """Where the one log of an instance's transfers is kept: open, settle, void, cancel."""
+        return self._build(Family.SETTLE, instance)
+
+    def live_facts(self, instance: str | None = None) -> str:
+        """Where the broker repeats stored facts; with no instance, a filter for all."""
+        return self._name_or_filter(Family.LIVE_FACTS, instance)
+
+    def live_settle(self, instance: str | None = None) -> str:
+        """Where the broker repeats stored settle decisions; with no instance, a filter for all."""
+        return self._name_or_filter(Family.LIVE_SETTLE, instance)
+
+    def result(self, requester: str) -> str:
+        """Where a requester hears verdicts and outcomes."""
+        return self._build(Family.RESULT, requester)
+
+    def heartbeat(self, instance: str | None = None) -> str:
+        """Where an instance says each second that it lives; with no instance, a filter for all."""
+        return self._name_or_filter(Family.HEARTBEAT, instance)
+
+    def facts_filter(self) -> str:
+        """What the facts stream stores."""
+        return self._filter(Family.FACTS, None)
+
+    def settle_filter(self) -> str:
+        """What the settle stream stores."""
+        return self._filter(Family.SETTLE, None)
+
+    def parse(self, subject: str) -> Subject:
+        """Return the parts of a subject; PeerError unless a builder of this class could have made it."""
+        for family in Family:
+            head = f"{self.prefix}.{family.value}."
+            if subject.startswith(head):
+                return self._parse_tail(subject, family, subject[len(head) :].split("."))
+        raise PeerError("subject belongs to no known family", subject=subject[:200])
+
+    def _parse_tail(self, subject: str, family: Family, tail: list[str]) -> Subject:
+        allowed = _LAST_TOKENS.get(family)
+        if len(tail) != (1 if allowed is None else 2):
+            raise PeerError("subject has the wrong number of tokens", subject=subject[:200])
+        if allowed is not None and not allowed.fullmatch(tail[1]):
+            raise PeerError("subject ends in an unknown token", subject=subject[:200])
+        return Subject(family, unescape(tail[0]), tail[1] if allowed is not None else "")
+
+    def _build(self, family: Family, name: str, *last: str) -> str:
+        return ".".join((self.prefix, family.value, escape(name), *last))
+
+    def _name_or_filter(self, family: Family, name: str | None) -> str:
+        return self._filter(family, None) if name is None else self._build(family, name)
+
+    def _filter(self, family: Family, name: str | None, *, depth: int = 1) -> str:
+        tokens = ["*" if name is None else escape(name), *("*" for _ in range(depth - 1))]
+        return ".".join((self.prefix, family.value, *tokens))
+
+
+_LAST_TOKENS: dict[Family, re.Pattern[str]] = {
+    Family.TRANSFER: REQUEST_HASH_PATTERN,
+    Family.COMMAND: re.compile("|".join(verb.value for verb in Command)),
+    Family.QUERY: re.compile("|".join(verb.value for verb in Query)),
+}

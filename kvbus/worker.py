@@ -1,0 +1,347 @@
+"""The worker: one member of one instance. Starts its parts in order, runs the rounds, and ends in the right order.
+
+Its engine is another process, so that neither waits for the other's interpreter. Its memory is its own truth: the bus
+carries reports, and a broker that is away delays returns but never causes one.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Self
+
+from kvbus.config import WorkerSettings
+from kvbus.engines.desk import Hello
+from kvbus.engines.port import EnginePort
+from kvbus.errors import ConfigError
+from kvbus.ledger.transfer import STOP_WAIT_S
+from kvbus.pool.layout import PageLayout
+from kvbus.processes import ProcessWatch, identity
+from kvbus.roles.assembly import Base, Parts, assemble
+from kvbus.roles.desk import PoolDesk
+from kvbus.roles.local import LocalBackend
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.recorder import Recorder
+from kvbus.roles.registry import next_epoch
+from kvbus.roles.rounds import Rounds
+from kvbus.topics import Topics
+from kvbus.transport import Bus
+
+TICK_S = 1.0
+"""A round runs at least this often, for deadlines; with transfers in flight, four times as often."""
+ENGINE_WAIT_S = 180.0
+"""Loading a model of hundreds of MB from a cold disk, with torch's own import, on two busy cores."""
+ENGINE_RESTARTS_MAX = 3
+"""An engine that died three times will die a fourth time; then somebody has to look."""
+STOP_BUDGET_S = 5.0
+"""For each part of the shutdown: transfers, leases, the outbox. What is not evident by then stays mapped until exit."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLock:
+    """Keeps a second worker from starting under the same instance and member on this host."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._path = settings.lock_path
+        self._who = f"{settings.instance}/{settings.member}"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            pid = file.read().strip() or "unknown"
+            file.close()
+            raise ConfigError(
+                f"a worker of {self._who} is running already (process {pid}): stop it, or give another --member"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(slots=True)
+class Worker:
+    """One member at work. `run` does everything; `stop` may be called from a signal handler of the loop."""
+
+    settings: WorkerSettings
+    bus: Bus
+    on_ready: Callable[[str], None]
+    parts: Parts | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _attached: asyncio.Event = field(default_factory=asyncio.Event)
+    _base: Base | None = None
+    _port: EnginePort | None = None
+    _desk: PoolDesk | None = None
+    _engine: asyncio.subprocess.Process | None = None
+
+    def stop(self) -> None:
+        """Ask the worker to end; it does so in order, within bounds."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Run until `stop`; ConfigError or BusError where it cannot start, and nothing is left behind then."""
+        with WorkerLock(self.settings):
+            topics = Topics(self.settings.prefix)
+            if self.settings.make_assets:
+                await self.bus.ensure_assets()
+            epoch = await next_epoch(self.bus, self.settings.instance, self.settings.member)
+            base = self._make_base(topics, epoch)
+            self._watch_parent(base)
+            await self._open_port(base)
+            tasks = [self._spawn(base.recorder.run(), "recorder")]
+            try:
+                tasks.append(self._spawn(self._keep_engine(), "engine"))
+                parts = await self._engine_attached(tasks)
+                await parts.intake.listen()
+                await parts.presence.register()
+                tasks.append(self._spawn(parts.presence.run(), "presence"))
+                consumer = self._spawn(parts.intake.consume(), "intake")
+                tasks += [consumer, self._spawn(self._rounds(parts), "rounds")]
+                self.on_ready(f"{self.settings.instance}/{self.settings.member} is ready: {parts.pool.memory!r}")
+                await self._until_stopped(tasks)
+                consumer.cancel()
+                await self._end(parts)
+            finally:
+                await self._close(base, tasks)
+
+    # -------------------------------------------------------------------------------------------------------- start
+
+    def _make_base(self, topics: Topics, epoch: int) -> Base:
+        loop = asyncio.get_running_loop()
+        recorder = Recorder(
+            bus=self.bus,
+            topics=topics,
+            instance=self.settings.instance,
+            member=self.settings.member,
+            epoch=epoch,
+            unix_ns=time.time_ns,
+        )
+        self._base = Base(
+            settings=self.settings,
+            bus=self.bus,
+            topics=topics,
+            epoch=epoch,
+            recorder=recorder,
+            watch=ProcessWatch(loop),
+            wake=lambda: _wake_from_any_thread(loop, self._wake),
+            reads=LocalBackend(name="engine-read"),
+            writes=LocalBackend(name="engine-write"),
+        )
+        return self._base
+
+    def _watch_parent(self, base: Base) -> None:
+        """Stop when whoever started this worker has ended, so that a killed `kvbus up` leaves nothing behind."""
+        pid = self.settings.parent_pid
+        if pid:
+            try:
+                watched = base.watch.watch(identity(pid), self.stop)
+            except ProcessLookupError:
+                watched = False
+            if not watched:
+                self.stop()
+
+    async def _open_port(self, base: Base) -> None:
+        self._desk = PoolDesk(
+            attach=self._attach,
+            rounds=self._rounds_of_parts,
+            reads=base.reads,
+            writes=base.writes,
+            clock=time.monotonic,
+            counters=self._counters,
+        )
+        self._port = EnginePort(self.settings.socket_path, self._desk, self._on_engine, self._on_engine_lost)
+        await self._port.start()
+
+    def _attach(self, layout: PageLayout, hello: Hello) -> PoolSide:
+        if self._base is None or self._port is None or self._desk is None:
+            raise ConfigError("an engine attached before the worker was ready")
+        self.parts = assemble(self._base, self._port, self._desk, layout, hello)
+        return self.parts.pool
+
+    def _rounds_of_parts(self) -> Rounds:
+        if self.parts is None:
+            raise ConfigError("no engine has attached yet")
+        return self.parts.rounds
+
+    def _counters(self) -> Mapping[str, int | float | str]:
+        return self.parts.counters() if self.parts else {}
+
+    def _on_engine(self, hello: Hello) -> None:
+        log.info("engine %s %s attached: %s", hello.engine, hello.version, hello.model)
+        self._attached.set()
+
+    def _on_engine_lost(self, reason: str) -> None:
+        log.info("engine lost: %s", reason)
+        self._attached.clear()
+
+    async def _engine_attached(self, tasks: list[asyncio.Task[None]]) -> Parts:
+        waiting = self._spawn(_wait(self._attached), "attach")
+        stopped = self._spawn(_wait(self._stop), "stop")
+        wanted = {waiting, stopped, *tasks}
+        ended, _ = await asyncio.wait(wanted, timeout=ENGINE_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        stopped.cancel()
+        for task in ended & set(tasks):
+            task.result()  # raises what ended it
+        if self.parts is None:
+            raise ConfigError(
+                f"the {self.settings.engine} engine did not attach within {ENGINE_WAIT_S:g} s; its own output says why"
+            )
+        return self.parts
+
+    # ------------------------------------------------------------------------------------------------------- engine
+
+    async def _keep_engine(self) -> None:
+        """Start the engine's process, and start it again when it dies, a few times."""
+        for start in range(ENGINE_RESTARTS_MAX + 1):
+            code = await self._run_engine()
+            if self._stop.is_set():
+                return
+            if self.parts is None:
+                raise ConfigError(
+                    f"the {self.settings.engine} engine ended with status {code}: its message stands above"
+                )
+            log.warning("the engine ended with status %s (start %d of %d)", code, start + 1, ENGINE_RESTARTS_MAX + 1)
+            await asyncio.sleep(TICK_S)
+        log.error("the engine keeps dying: transfers to and from this instance go on, answers do not")
+        await self._stop.wait()
+
+    async def _run_engine(self) -> int:
+        settings = self.settings
+        command = [sys.executable, "-m", "kvbus.engines.process", "--engine", settings.engine]
+        command += ["--socket", str(settings.socket_path), "--options", json.dumps(dict(settings.engine_options))]
+        self._engine = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True
+        )
+        return await self._engine.wait()
+
+    # ------------------------------------------------------------------------------------------------------- rounds
+
+    async def _rounds(self, parts: Parts) -> None:
+        while True:
+            wait_s = TICK_S / 4 if parts.destination.running else TICK_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+            self._wake.clear()
+            self._round(parts)
+
+    @staticmethod
+    def _round(parts: Parts) -> None:
+        if parts.plane is not None:
+            for notice in parts.plane.notices():
+                parts.source.released(notice.key, notice.nonce)
+        parts.rounds.run()
+        parts.destination.tick()
+
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        stopped = self._spawn(_wait(self._stop), "stop")
+        await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for task in tasks:
+            if task.done():
+                task.result()  # raises what ended it: none of them ends by itself
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    async def _end(self, parts: Parts) -> None:
+        """Stop, return what there is evidence for, and tell; each part within its own budget (contract 54)."""
+        parts.source.stop_lending()
+        parts.destination.stop(f"{self.settings.instance} is shutting down")
+        budget_s = STOP_BUDGET_S + STOP_WAIT_S
+        await _until(lambda: not parts.destination.running, budget_s)
+        await parts.asker.flush(STOP_BUDGET_S)
+        await parts.intake.close()
+        await parts.source.close()
+
+    async def _close(self, base: Base, tasks: list[asyncio.Task[None]]) -> None:
+        self._stop.set()
+        parts = self.parts
+        if self._port is not None and not await self._port.close():
+            await self._end_engine()
+        if parts is not None:
+            await parts.destination.close()
+            await parts.asker.close()
+            await self._shut_holder(parts)
+        if not await base.recorder.flush(STOP_BUDGET_S):
+            log.warning("%d bytes of facts did not reach the broker", base.recorder.queued_bytes)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_engine()
+        base.watch.close()
+
+    async def _shut_holder(self, parts: Parts) -> None:
+        holder = parts.rounds.holder
+        status = holder.shutdown(STOP_BUDGET_S)
+        deadline = time.monotonic() + STOP_BUDGET_S
+        while not status.complete and time.monotonic() < deadline:
+            parts.rounds.run()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S / 10)
+            self._wake.clear()
+            status = holder.shutdown(0.0)
+        parts.rounds.run()
+        if not status.complete:  # logged, not raised: the memory stays mapped until this process ends (R16)
+            log.warning("not complete: %d leases held, %d without evidence", status.held, status.retained)
+
+    async def _end_engine(self) -> None:
+        engine = self._engine
+        if engine is None or engine.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            engine.terminate()
+        try:
+            await asyncio.wait_for(engine.wait(), STOP_BUDGET_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                engine.kill()
+            await engine.wait()
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work, name=name)
+
+
+def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        loop.call_soon_threadsafe(event.set)
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _until(true: Callable[[], bool], budget_s: float) -> bool:
+    deadline = time.monotonic() + budget_s
+    while not true():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def run_worker(settings: WorkerSettings, bus: Bus, on_ready: Callable[[str], None]) -> None:
+    """Run one worker until SIGTERM or SIGINT; the bus is the caller's to close."""
+    worker = Worker(settings, bus, on_ready)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop)
+    await worker.run()

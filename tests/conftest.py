@@ -1,0 +1,32 @@
+"""What every test shares: a marker that names the numbered statement a test proves."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvbus.broker import EmbeddedBroker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests after the fast ones, and tests that need a real model last; order is otherwise kept."""
+    items.sort(key=_cost)
+
+
+def _cost(item: pytest.Item) -> int:
+    if item.get_closest_marker("model"):
+        return 2
+    return 1 if item.get_closest_marker("slow") else 0
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
+    """A real broker of this test's own: a free port, an empty store."""
+    async with EmbeddedBroker.started(tmp_path / "broker") as running:
+        yield running
+
+
+@pytest.fixture
+def nats_url(broker: EmbeddedBroker) -> str:
+    """Where this test's broker listens, its token included."""
+    return broker.url.replace("://", f"://{broker.token}@")

@@ -1,0 +1,153 @@
+"""Both reading backends between real processes: what arrives, what does not, and when access has ended."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbus.ledger.facts import Evidence, FailureClass
+from kvbus.ledger.types import Delivered, Failed
+from tests.unit.helpers.lending_process import PAGE_BYTES, LendingProcess, content, lending_process, reader_key
+from tests.unit.helpers.reader_contract import PROMISES, SLOW_BYTES_S, cancelled_rows, check_reader
+from tests.unit.helpers.reader_side import MAKERS, Maker, Side, arrived_of, check_rows, memory_side
+from tests.waiting import wait_until
+
+EVERY = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+ALL = range(100)
+
+
+@pytest.fixture(scope="module")
+def lender() -> Iterator[LendingProcess]:
+    """A lender that lives through many tests; one that dies or rewrites pages is made for its test."""
+    with lending_process() as process:
+        yield process
+
+
+@EVERY
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_a_reader_keeps_its_promise(
+    maker: Maker, promise: Callable[[Side, LendingProcess], None], lender: LendingProcess
+) -> None:
+    with maker() as side:
+        promise(side, lender)
+
+
+def test_the_contract_checker_runs_them_all(lender: LendingProcess) -> None:
+    check_reader(memory_side, lender)
+
+
+def some_bytes_moved(side: Side) -> Callable[[], bool]:
+    return lambda: side.bytes_moved() > 4 * PAGE_BYTES
+
+
+@EVERY
+def test_pages_rewritten_midway_are_not_delivered_and_others_are(maker: Maker) -> None:  # P2
+    # Planted fault that this catches: counting a segment when its bytes have arrived, without the after-read.
+    with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(source.grant(ALL), ALL)
+        wait_until(some_bytes_moved(side))
+        source.ask("rewrite", list(range(50, 100)))
+        change = side.end_of()
+        assert isinstance(change.result, Delivered)
+        assert change.result.failure is FailureClass.PAGE_CHANGED
+        assert change.result.arrived[50:] == (False,) * 50
+        assert any(change.result.arrived)
+        assert "were rewritten" in change.text
+        check_rows(side, change, ALL, ALL)
+
+
+@EVERY
+def test_a_page_being_written_is_not_delivered(maker: Maker) -> None:  # P1
+    with lending_process() as source, maker() as side:
+        source.ask("raise", [3])
+        side.submit(source.grant((2, 3, 4)), (2, 3, 4))
+        assert arrived_of(side.end_of()) == (True, False, True)
+
+
+@EVERY
+def test_a_source_killed_midway_leaves_whole_pages_and_evidence(maker: Maker) -> None:
+    with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(source.grant(ALL), ALL)
+        wait_until(some_bytes_moved(side))
+        source.kill()
+        change = side.end_of(deadline_s=10.0)
+        assert change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED}
+        if side.reader.name == "memory":  # the mapping outlives its lender: all pages are there, and verified
+            assert check_rows(side, change, ALL, ALL) == 100
+            return
+        if isinstance(change.result, Failed):
+            assert change.result.failure is FailureClass.PEER_LOST
+        else:
+            arrived = arrived_of(change)
+            kept = check_rows(side, change, ALL, ALL)
+            assert 0 < kept < 100
+            assert arrived[:kept] == (True,) * kept  # a prefix of the prompt, which is what is useful
+        assert "broke" in change.text
+        moved = side.bytes_moved()
+        side.submit(source.grant((1,)), (1,), ticket=2)  # a dead peer's address still fails with an end
+        assert isinstance(side.end_of(ticket=2).result, Failed)
+        assert side.bytes_moved() == moved
+
+
+@EVERY
+def test_after_a_cancel_no_byte_lands(maker: Maker, lender: LendingProcess) -> None:  # contract 39, 41
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(lender.grant(ALL), ALL)
+        wait_until(some_bytes_moved(side))
+        assert cancelled_rows(side, ALL, ALL) < 100
+        # The next transfer makes the reader's thread go through everything that could still be in line.
+        side.submit(lender.grant((5,), reader=reader_key("t2")), (200,), ticket=2)
+        assert arrived_of(side.end_of(ticket=2)) == (True,)
+        assert side.holds(200, content(5))
+        assert side.bytes_moved() == PAGE_BYTES
+
+
+@EVERY
+def test_a_shutdown_midway_ends_with_evidence(maker: Maker, lender: LendingProcess) -> None:  # contract 54
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        for ticket in (1, 2, 3):
+            side.submit(lender.grant(range(50), reader=reader_key(f"t{ticket}")), range(50 * ticket, 50 * ticket + 50), ticket=ticket)
+        wait_until(some_bytes_moved(side))
+        assert side.reader.shutdown(10.0) == ()
+        moved = side.bytes_moved()
+        ends = [side.end_of(ticket) for ticket in (1, 2, 3)]
+        assert all(change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED} for change in ends)
+        side.reader.release_hold()
+        assert side.bytes_moved() == moved
+
+
+@EVERY
+def test_an_isolation_midway_ends_that_peers_attempts_only(maker: Maker, lender: LendingProcess) -> None:
+    with maker(rate_limit_bytes_s=2 * SLOW_BYTES_S) as side:
+        side.submit(lender.grant(ALL), ALL)
+        side.submit(lender.grant(range(10), reader=reader_key("t2")), range(200, 210), ticket=2, peer="C")
+        wait_until(some_bytes_moved(side))
+        side.reader.isolate("A")
+        change = side.end_of()
+        assert "isolated" in change.text
+        assert change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED}
+        assert arrived_of(side.end_of(ticket=2)) == (True,) * 10
+
+
+@EVERY
+def test_two_peers_share_a_rate_limit(maker: Maker, lender: LendingProcess) -> None:
+    with lending_process() as other, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(lender.grant(ALL), ALL)
+        side.submit(other.grant(ALL, reader=reader_key("t2")), range(100, 200), ticket=2, peer="C")
+
+        def moved(pages: range) -> int:
+            return sum(int((side.memory.page_bytes(page) != 0).sum()) for page in pages)
+
+        wait_until(lambda: moved(range(200)) > 40 * PAGE_BYTES)
+        first, second = moved(range(100)), moved(range(100, 200))
+        assert min(first, second) > max(first, second) / 4
+        side.reader.shutdown(10.0)
+
+
+@EVERY
+def test_submitting_does_not_wait_for_the_bytes(maker: Maker, lender: LendingProcess) -> None:
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(lender.grant(ALL), ALL)
+        assert side.drain() == []
+        assert side.bytes_moved() < 100 * PAGE_BYTES
+        side.reader.cancel(1, 1)
+        assert side.end_of().evidence is not None
