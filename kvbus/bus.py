@@ -219,21 +219,24 @@ class NatsBus:
 
     async def tell(self, subject: str, data: bytes) -> None:
         """Send without an answer. Measures nothing."""
-        await self._call(self._link.client.publish(subject, data), CALL_S)
+        await self._call(self._link.client.publish(subject, data))
 
     async def fetch(self, stream: str, consumer: str, *, most: int, wait_s: float) -> Sequence[Fetched]:
         """Pull until `most` came or the broker says that the wait is over; TimeoutError if nothing came."""
         inbox = await self._inbox(stream, consumer)
         pull = json.dumps({"batch": most, "expires": int(wait_s * 1e9)}).encode()
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        await self._call(self._link.client.publish(subject, pull, reply=inbox.subject), CALL_S)
+        await self._call(self._link.client.publish(subject, pull, reply=inbox.subject))
         fetched: list[Fetched] = []
         while len(fetched) < most:
             try:
-                message = await self._call(inbox.next_msg(timeout=wait_s + 1), wait_s + 2)
+                message = await self._wait(inbox.next_msg(timeout=wait_s + 1), wait_s + 2)
             except TimeoutError:
                 await self.leave(stream, consumer)  # the pull is lost, or its answer will come late: to nobody
                 break
+            except asyncio.CancelledError:
+                await self.leave(stream, consumer)  # what still comes is offered again to whoever asks next
+                raise
             if (status := (message.headers or {}).get("Status")) is None:
                 fetched.append(_fetched(message))
                 continue
@@ -248,20 +251,26 @@ class NatsBus:
         """Stop listening for what a consumer delivers."""
         inbox = self._inboxes.pop((stream, consumer), None)
         if inbox is not None and self._link.connected:
-            await self._call(inbox.unsubscribe(), CALL_S)
+            await self._call(inbox.unsubscribe())
 
     async def _inbox(self, stream: str, consumer: str) -> NatsSubscription:
         client = self._link.client
         if (found := self._inboxes.get((stream, consumer))) is None:
-            found = await self._call(client.subscribe(client.new_inbox()), CALL_S)
+            found = await self._call(client.subscribe(client.new_inbox()))
             self._inboxes[stream, consumer] = found
         return found
 
     async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None, wait_s: float) -> Msg:
         call = self._link.client.request(subject, data, timeout=wait_s, headers=dict(headers) if headers else None)
-        return await self._call(call, wait_s + 1)
+        return await self._wait(call, wait_s + 1)
 
-    async def _call(self, call: Awaitable[T], budget_s: float) -> T:
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await self._wait(call, CALL_S)
+        except TimeoutError as error:
+            raise BusError("the client did not come back in time; call again", broker=self._link.where) from error
+
+    async def _wait(self, call: Awaitable[T], budget_s: float) -> T:
         try:
             return await within(call, budget_s)
         except (TimeoutError, nats.errors.NoRespondersError):
@@ -308,7 +317,7 @@ class NatsBus:
             pending_bytes_limit=_QUEUED_MAX_BYTES,
         )
         try:
-            route.active = await self._call(subscribing, CALL_S)
+            route.active = await self._call(subscribing)
             await self._call(client.flush(), CALL_S)  # until then the server may not know of it
         except TimeoutError as error:
             raise BusError("the broker did not confirm a subscription in time", subject=route.subject) from error
@@ -318,7 +327,7 @@ class NatsBus:
             self._routes.remove(route)
         active, route.active = route.active, None
         if active is not None and self._link.connected:
-            await self._call(active.unsubscribe(), CALL_S)
+            await self._call(active.unsubscribe())
 
     async def _open(self) -> NatsClient:
         client = NatsClient()

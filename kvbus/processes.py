@@ -69,7 +69,7 @@ def open_pidfd(other: ProcessIdentity) -> int | None:
 @dataclass(slots=True)
 class _Watch:
     pidfd: int
-    on_death: list[Callable[[], None]]
+    on_death: list[Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ProcessWatch:
     def __repr__(self) -> str:
         return f"<ProcessWatch watched={len(self._watches)} deaths={self._deaths}>"
 
-    def watch(self, other: ProcessIdentity, on_death: Callable[[], None]) -> bool:
+    def watch(self, other: ProcessIdentity, on_death: Callable[[], object]) -> bool:
         """Call `on_death` once when that process has ended; False if its death cannot be proved from here.
 
         That is so if it runs on another host, has already gone (nobody held a pidfd while it lived), or the bound is

@@ -21,6 +21,8 @@ QUEUE_MAX = 4_096
 SWEEP_S = 5.0
 """A lost last event leaves no jump to see; after this long without news the log is looked at."""
 
+_LOOK_S = 0.5  # how soon after a reconnect the log is read, where nothing live says so sooner
+_QUIET_LOOKS = round(SWEEP_S / _LOOK_S)
 _WENT_BACK = "the log went back in time: the broker lost some of what it held"
 _PAGE = 1_000
 _RECENT_MAX = 2 * QUEUE_MAX  # ids by sequence: more than the queue holds, so that every overlap is recognized
@@ -97,15 +99,16 @@ class Subscriber:
                 yield head
 
     async def _follow(self, logs: Sequence["_Log"], inbox: "_Inbox") -> AsyncIterator[Seen | Lagged]:
-        outages = self._outages()
+        outages, quiet = self._outages(), 0
         while True:
-            arrival = await inbox.next(SWEEP_S)
+            arrival = await inbox.next(_LOOK_S)
+            quiet = quiet + 1 if arrival is None else 0
             if inbox.take_overflow():
                 for log in logs:
                     yield Lagged(log.family, "live events came faster than they were read", lost=False)
-                arrival = None
-            if arrival is None or outages != self._outages():
-                outages = self._outages()
+                arrival, quiet = None, _QUIET_LOOKS
+            if quiet >= _QUIET_LOOKS or outages != self._outages():
+                outages, quiet = self._outages(), 0
                 for log in logs:
                     async for item in self._read(log):
                         yield item

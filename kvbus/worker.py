@@ -21,6 +21,7 @@ from kvbus.config import WorkerSettings
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
+from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
@@ -75,6 +76,21 @@ class WorkerLock:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class TroubleLog:
+    """Logs what stopped a binding or a lender: facts say it too, but a person looks here first."""
+
+    def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
+        """Lines are for the facts stream."""
+
+    def on_outcome(self, row: OutcomeRow) -> None:
+        """Outcomes are for the facts stream."""
+
+    def on_detail(self, detail: FactDetail) -> None:
+        """Log what concerns no single lease, and contradictions."""
+        if detail.ticket == 0 or detail.failure is FailureClass.CONTRADICTION:
+            log.warning("%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer)
 
 
 @dataclass(slots=True)
@@ -175,6 +191,7 @@ class Worker:
         if self._base is None or self._port is None or self._desk is None:
             raise ConfigError("an engine attached before the worker was ready")
         self.parts = assemble(self._base, self._port, self._desk, layout, hello)
+        self.parts.rounds.follow(TroubleLog())
         return self.parts.pool
 
     def _rounds_of_parts(self) -> Rounds:

@@ -86,7 +86,8 @@ class _Reading:
 class MemoryReader:
     """Reads granted pages out of other processes' memfds, in one thread of its own; a `Backend`.
 
-    `wake` may be called from that thread: the caller makes that safe. All methods belong to one thread, the holder's.
+    `wake` is called from that thread: the caller makes that safe, and it must not raise. All methods belong to one
+    thread, the holder's.
     """
 
     def __init__(self, *, wake: Callable[[], None], rate_limit_bytes_s: float | None = None) -> None:

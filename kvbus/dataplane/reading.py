@@ -157,22 +157,22 @@ class Plan:
 
     def _runs(self, rows: tuple[int, ...], run_bytes_max: int) -> Iterator[Run]:
         pool, local, length = self.grant.pool, self.local, self.local.page_bytes
-        waiting: Run | None = None
+        source_pages, local_pages = self.source_pages, self.local_pages
+        source = place = run = 0  # what waits to be merged with the next page
         for row in rows:
-            source = pool.pages_offset + pool.page_stride * self.source_pages[row]
-            place = local.pages_offset + local.page_stride * self.local_pages[row]
-            if waiting and _meets(waiting, source, place) and waiting.length_bytes + length <= run_bytes_max:
-                waiting = Run(waiting.source, waiting.local, waiting.length_bytes + length)
+            from_ = pool.pages_offset + pool.page_stride * source_pages[row]
+            to = local.pages_offset + local.page_stride * local_pages[row]
+            if run and source + run == from_ and place + run == to and run + length <= run_bytes_max:
+                run += length
                 continue
-            if waiting:
-                yield waiting
-            waiting = Run(source, place, length)
-            while waiting.length_bytes > run_bytes_max:
-                yield Run(waiting.source, waiting.local, run_bytes_max)
-                rest = waiting.length_bytes - run_bytes_max
-                waiting = Run(waiting.source + run_bytes_max, waiting.local + run_bytes_max, rest)
-        if waiting:
-            yield waiting
+            if run:
+                yield Run(source, place, run)
+            source, place, run = from_, to, length
+            while run > run_bytes_max:
+                yield Run(source, place, run_bytes_max)
+                source, place, run = source + run_bytes_max, place + run_bytes_max, run - run_bytes_max
+        if run:
+            yield Run(source, place, run)
 
 
 def plan(order: Order, local: LocalPool, transport: str) -> Plan:
@@ -226,10 +226,6 @@ def _local_refusal(order: Order, local: LocalPool) -> str | None:
 
 def _refused(text: str) -> SubmissionRejectedError:
     return SubmissionRejectedError(FailureClass.GRANT_REFUSED, text)
-
-
-def _meets(run: Run, source: int, local: int) -> bool:
-    return run.source + run.length_bytes == source and run.local + run.length_bytes == local
 
 
 def _spans(pages: list[int], table_offset: int) -> tuple[tuple[Run, ...], tuple[int, ...]]:

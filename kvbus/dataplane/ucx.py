@@ -64,8 +64,8 @@ class UcxStatistics:
 class UcxReader:
     """Reads granted pages into the registered pool over one endpoint per peer and epoch; a `Backend`.
 
-    `wake` may be called from the UCX thread: the caller makes that safe. All methods belong to one thread, the
-    holder's.
+    `wake` is called from the UCX thread: the caller makes that safe, and it must not raise. All methods belong to one
+    thread, the holder's.
     """
 
     def __init__(self, plane: UcxPlane, *, wake: Callable[[], None], settings: UcxReaderSettings | None = None) -> None:
@@ -129,7 +129,7 @@ class UcxReader:
     def shutdown(self, budget_s: float) -> Sequence[tuple[int, int]]:
         """Close every connection by force; return the attempts that still owe evidence. May be called again."""
         self._is_shut = True
-        if self._outbox.unfinished() and self._plane.post(self._shut):
+        if self._plane.post(self._shut) and self._outbox.unfinished():
             self._emptied.wait(budget_s)
         return self._outbox.unfinished()
 

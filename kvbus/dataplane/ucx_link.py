@@ -20,8 +20,8 @@ GETS_IN_FLIGHT_MAX = 256
 """Of one peer. UCX works them off one after another; more in line gains nothing and delays a cancel."""
 BYTES_IN_FLIGHT_MAX = 32 << 20
 """Of one peer: 7 ms at 5 GB/s, so that a cancel seldom waits longer; four segments, so that reading never pauses."""
-POSTS_A_STEP_MAX = 32
-"""At 4 µs a post, other peers and progress get their turn after a tenth of a millisecond."""
+POSTS_A_STEP_MAX = 64
+"""At 4 µs a post, other peers and progress get their turn after a quarter of a millisecond."""
 NOTICES_UNDER_WAY_MAX = 1024
 """Beyond that the peer does not take messages; the bus repeats each notice anyway."""
 

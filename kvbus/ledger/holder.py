@@ -156,8 +156,9 @@ class LeaseHolder:
         for ticket in tickets:
             held = self._held.get(ticket)
             if held is not None:
-                held.bits |= int(Fact.SETTLED)
-                self._touch(held)
+                if held.mode.direction is Direction.WRITE:  # a read needs none (contract 2)
+                    held.bits |= int(Fact.SETTLED)
+                    self._touch(held)
             elif not 0 < ticket < self._next_ticket:
                 unknown.append(ticket)
         return tuple(unknown)
@@ -198,9 +199,7 @@ class LeaseHolder:
         self._shutting_down = True
         foreign = self._foreign
         for held in list(self._held.values()):
-            if not (
-                held.closed and held.bits & Fact.SETTLED
-            ):  # nobody is left to agree with: what was not agreed does not count
+            if not (held.closed and held.bits & Fact.SETTLED):  # nobody is left to agree with
                 self.abandon(held.ticket, FailureClass.SHUTDOWN, "this member is shutting down")
         share_s = budget_s / max(1, len(foreign.bindings))
         for binding in foreign.bindings.values():

@@ -107,8 +107,7 @@ class PoolLender:
         failure = self._read_failure(len(names), pages, whole=whole, for_peer=for_peer)
         if failure:
             return self._enter(Direction.READ, failure, first_ordinal, for_peer=for_peer)
-        for page in pages:
-            self._allocator.pin(page, for_peer=for_peer)
+        self._allocator.pin(pages, for_peer=for_peer)
         ordinals = range(first_ordinal, first_ordinal + len(pages))
         view = self._view(ordinals, names[: len(pages)], pages, self._memory.generations.counters(pages))
         return self._enter(Direction.READ, view, first_ordinal, for_peer=for_peer)
@@ -197,7 +196,7 @@ class PoolLender:
         for page in fresh:
             if self._allocator.state(page) is PageState.CACHED:
                 self._index.remove(page)
-            self._allocator.quarantine(page, for_peer=False)
+        self._allocator.quarantine(fresh, for_peer=False)
         return len(fresh)
 
     def readmit(self, pages: Sequence[int]) -> None:
@@ -212,8 +211,7 @@ class PoolLender:
                 raise ValueError(f"page {page} is not quarantined")
             if self._allocator.pins(page) or page in owned:
                 raise ValueError(f"page {page} is still lent: wait for its release, or mark its lease")
-        for page in dict.fromkeys(pages):
-            self._allocator.free(page, for_peer=False)
+        self._allocator.free(list(dict.fromkeys(pages)), for_peer=False)
 
     # --- for leases and pin sets ---
 
@@ -224,36 +222,33 @@ class PoolLender:
         if lease.failure:
             return
         if lease.direction is Direction.READ:
-            for page in reversed(lease.pages):  # the prompt's end is evicted before its beginning
-                self._allocator.unpin(page, for_peer=lease.for_peer)
-        elif not lease.viewed:
-            self._free(lease)
+            self._allocator.unpin(lease.pages[::-1], for_peer=lease.for_peer)  # as in _commit: the end goes first
+        elif not lease.viewed or not lease.pages:
+            self._allocator.free(lease.pages[::-1], for_peer=lease.for_peer)
         elif lease.arrived is None:
             self._unmarked[lease.lease_id] = lease
-            for page in lease.pages:
-                self._allocator.quarantine(page, for_peer=lease.for_peer)
+            self._allocator.quarantine(lease.pages, for_peer=lease.for_peer)
         else:
             self._commit(lease)
 
     def resolve(self, lease: PoolLease) -> None:
         """Take the pages of a lease marked after its release out of quarantine; only `mark_arrived` calls this."""
-        del self._unmarked[lease.lease_id]
-        self._commit(lease)
+        if self._unmarked.pop(lease.lease_id, None) is not None:  # a lease without rows left nothing behind
+            self._commit(lease)
 
     def pages_held(self, names: Sequence[bytes]) -> list[int]:
         """Return the pages of the longest prefix of the names that is held; pins nothing by itself."""
         require_names(names)
         return self._index.longest_prefix(names)
 
-    def pin_page(self, page: int, *, for_peer: bool) -> None:
-        """Add one pin to a page; only pin sets call this."""
-        self._allocator.pin(page, for_peer=for_peer)
+    def add_pins(self, pages: Sequence[int], *, for_peer: bool) -> None:
+        """Add one pin to each page; only pin sets call this."""
+        self._allocator.pin(pages, for_peer=for_peer)
 
     def drop_pins(self, pins: PinSet) -> None:
         """Take back every pin of a set; only `PinSet.drop` calls this."""
         del self._pin_sets[pins.set_id]
-        for page in reversed(pins.pages):
-            self._allocator.unpin(page, for_peer=pins.for_peer)
+        self._allocator.unpin(pins.pages[::-1], for_peer=pins.for_peer)
 
     # --- seen from outside ---
 
@@ -290,24 +285,22 @@ class PoolLender:
     # --- inside a step ---
 
     def _commit(self, lease: PoolLease) -> None:
-        arrived = lease.arrived or ()
-        rows = list(zip(lease.pages, lease.names, arrived, strict=True))
-        fresh = [page for page, name, whole in rows if whole and name and name not in self._index]
-        self._memory.generations.seal_pages(fresh)
-        kept = set(fresh)
-        for page, name, whole in reversed(rows):  # last first: the prompt's end is evicted before its beginning
-            if page in kept:
-                self._index.insert(name, page)
-                self._allocator.cache(page, for_peer=lease.for_peer)
-            else:
-                self._allocator.free(page, for_peer=lease.for_peer)
-            holder = self._index.match((name,))[0] if whole else None
-            if lease.pins is not None and holder is not None:
-                lease.pins.add(holder)
-
-    def _free(self, lease: PoolLease) -> None:
-        for page in reversed(lease.pages):
-            self._allocator.free(page, for_peer=lease.for_peer)
+        index = self._index
+        content: list[int] = []
+        spare: list[int] = []
+        # Last row first: the prompt's end is evicted before its beginning, and free pages are handed out ascending.
+        rows = zip(lease.pages[::-1], lease.names[::-1], (lease.arrived or ())[::-1], strict=True)
+        for page, name, whole in rows:
+            (content if whole and name and name not in index else spare).append(page)
+        self._memory.generations.seal_pages(content)
+        named = dict(zip(lease.pages, lease.names, strict=True))
+        for page in content:
+            index.insert(named[page], page)
+        self._allocator.cache(content, for_peer=lease.for_peer)
+        self._allocator.free(spare, for_peer=lease.for_peer)
+        if lease.pins is not None:
+            arrived = [name for name, whole in zip(lease.names, lease.arrived or (), strict=True) if whole]
+            lease.pins.add([page for page in index.match(arrived) if page is not None])
 
     def _read_failure(self, asked: int, pages: list[int], *, whole: bool, for_peer: bool) -> LeaseFailure | None:
         if whole and len(pages) < asked:

@@ -16,8 +16,8 @@ class PinKeeper(Protocol):
     def pages_held(self, names: Sequence[bytes]) -> list[int]:
         """Return the pages of the longest prefix of the names that is held."""
 
-    def pin_page(self, page: int, *, for_peer: bool) -> None:
-        """Add one pin to a page."""
+    def add_pins(self, pages: Sequence[int], *, for_peer: bool) -> None:
+        """Add one pin to each page."""
 
     def drop_pins(self, pins: "PinSet") -> None:
         """Take back every pin of a set, and forget the set."""
@@ -68,16 +68,16 @@ class PinSet:
         if self._dropped:
             raise LedgerContradictionError("a dropped pin set is used again", pins=self._set_id)
         pages = self._keeper.pages_held(names)
-        for page in pages:
-            self.add(page)
+        self.add(pages)
         return len(pages)
 
-    def add(self, page: int) -> None:
-        """Pin one cached page, once; does nothing after `drop`: a lease may be returned after its purpose went."""
-        if self._dropped or page in self._pages:
+    def add(self, pages: Sequence[int]) -> None:
+        """Pin cached pages, each once; does nothing after `drop`: a lease may be returned after its purpose went."""
+        if self._dropped:
             return
-        self._keeper.pin_page(page, for_peer=self._for_peer)
-        self._pages[page] = None
+        fresh = [page for page in pages if page not in self._pages]
+        self._keeper.add_pins(fresh, for_peer=self._for_peer)
+        self._pages.update(dict.fromkeys(fresh))
 
     def drop(self) -> None:
         """Unpin all pages; a second call does nothing."""

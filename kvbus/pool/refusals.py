@@ -42,11 +42,10 @@ def not_whole(asked: int, held: int) -> LeaseFailure:
 
 def require_names(names: Sequence[bytes]) -> None:
     """Raise TypeError or ValueError unless these are page names, each once."""
-    for name in names:
-        if type(name) is not bytes:
-            raise TypeError(f"a page name is a {type(name).__name__}, expected bytes")
-        if len(name) != NAME_LENGTH_BYTES:
-            raise ValueError(f"a page name has {len(name)} bytes, expected {NAME_LENGTH_BYTES}")
+    for kind in set(map(type, names)) - {bytes}:
+        raise TypeError(f"a page name is a {kind.__name__}, expected bytes")
+    for length in set(map(len, names)) - {NAME_LENGTH_BYTES}:
+        raise ValueError(f"a page name has {length} bytes, expected {NAME_LENGTH_BYTES}")
     if len(set(names)) != len(names):
         raise ValueError("a page name stands twice in one lease: send each block once")
 
@@ -76,8 +75,8 @@ def require_mask(arrived: object, rows: int) -> tuple[bool, ...]:
             raise TypeError(f"the mask is a {arrived.ndim}-dimensional array of {arrived.dtype}, expected bool")
     elif isinstance(arrived, str | bytes) or not isinstance(arrived, Sequence):
         raise TypeError(f"the mask is a {type(arrived).__name__}, expected a sequence of bool")
-    elif not all(isinstance(row, bool | np.bool_) for row in arrived):
+    elif not set(map(type, arrived)) <= {bool, np.bool_}:
         raise TypeError("the mask holds something else than bool: send one bool for each row")
     if len(arrived) != rows:
         raise ValueError(f"the mask has {len(arrived)} rows, the lease {rows}: send one bool for each")
-    return tuple(bool(row) for row in arrived)
+    return tuple(map(bool, arrived))

@@ -196,7 +196,7 @@ class MemoryBus:
     async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0) -> Stored | NotStored:
         """See `kvbus.transport.Bus`; the ack is immediate."""
         del wait_s
-        self._check(subject, data)
+        self._check(subject, data, {"Nats-Msg-Id": message_id})
         return self.broker.store(subject, bytes(data), message_id)
 
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
@@ -315,10 +315,10 @@ class MemoryBus:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check(self, subject: str, data: bytes) -> None:
+    def _check(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
         if not self.connected:
             raise BusError("the bus is closed" if self._closed else "no connection to the broker", broker="memory")
-        check_message(subject, data, None, limit_bytes=limit_for(subject, self.broker.topics.prefix))
+        check_message(subject, data, headers, limit_bytes=limit_for(subject, self.broker.topics.prefix))
 
     def _listen(self, listener: _Listener, task: "asyncio.Task[None]") -> "_MemorySubscription":
         self.broker.listeners.append(listener)

@@ -52,6 +52,7 @@ async def test_it_stops_cleanly_and_comes_back_on_its_port_with_its_streams(brok
     await bus.close()
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_is_stopped_by_force(broker: EmbeddedBroker) -> None:
     assert broker.pid is not None
     os.kill(broker.pid, signal.SIGSTOP)

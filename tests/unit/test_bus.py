@@ -173,6 +173,23 @@ async def test_an_oversized_message_is_refused_before_it_is_sent(bus: Bus, subje
     assert bus.health().connected
 
 
+async def test_headers_count_towards_the_size_of_a_stored_message(bus: Bus) -> None:
+    with pytest.raises(BusError, match="too long"):
+        await bus.store("kv.facts.a", bytes(EVENT_LENGTH_MAX_BYTES), message_id="x")
+    assert await bus.history("kv.facts.*") == []
+
+
+async def test_a_taker_that_is_cancelled_leaves_the_queue_usable(bus: Bus) -> None:
+    taking = asyncio.ensure_future(bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=60))
+    assert await bus.keys(BUCKET_EPOCH) == []
+    taking.cancel()
+    await asyncio.wait({taking})
+    for number in range(2):
+        await bus.store(TOPICS.transfer("b", HASHES[number]), b"%d" % number, message_id=f"{number}")
+    first = await take(bus, wait_s=5)
+    assert sorted(first + (await take(bus, wait_s=5) if len(first) < 2 else [])) == [(b"0", 1), (b"1", 1)]
+
+
 async def test_a_repeated_message_id_is_stored_once(bus: Bus) -> None:
     assert await bus.store("kv.facts.a", b"x", message_id="a.m.1.1") == Stored(1, duplicate=False)
     assert await bus.store("kv.facts.a", b"x", message_id="a.m.1.1") == Stored(1, duplicate=True)
@@ -227,6 +244,7 @@ async def test_work_is_taken_up_to_the_in_flight_cap_and_by_its_destination_only
     assert await take(bus) == [(b"2", 1)]
 
 
+@pytest.mark.slow
 async def test_work_that_is_given_back_or_abandoned_is_offered_again_three_times_in_all(bus: Bus) -> None:
     await bus.store(TOPICS.transfer("b", HASHES[0]), b"x", message_id="x")
     (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=5)
@@ -239,6 +257,7 @@ async def test_work_that_is_given_back_or_abandoned_is_offered_again_three_times
 
 
 # P19: with a backoff on the consumer the broker would offer it again after its first step, kept or not.
+@pytest.mark.slow
 @pytest.mark.contract("P19")
 async def test_work_that_is_kept_is_not_offered_again_however_long_it_takes(bus: Bus) -> None:
     await bus.store(TOPICS.transfer("b", HASHES[0]), b"x", message_id="x")

@@ -10,11 +10,11 @@ import pytest
 
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
-from kvbus.bus_assets import EMBEDDED, Assets, WorkLimits, drift, work_consumer
+from kvbus.bus_assets import EMBEDDED, INSTANCE_TTL_S, Assets, WorkLimits, drift, work_consumer
 from kvbus.bus_guards import check_version, headers_length, shown, within
 from kvbus.errors import BusError, ConfigError
 from kvbus.topics import Topics
-from kvbus.transport import BUCKET_EPOCH, Bus, Delivery, NoAnswer, Stored
+from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Delivery, NoAnswer, Stored
 from tests.waiting import until
 
 TOPICS = Topics()
@@ -56,6 +56,7 @@ def counted(bus: Bus, what: str, times: int) -> bool:
     return bus.health().counters.get(what, 0) == times
 
 
+@pytest.mark.slow
 async def test_connecting_to_nothing_says_where_it_looked_and_what_to_do() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -67,6 +68,7 @@ async def test_connecting_to_nothing_says_where_it_looked_and_what_to_do() -> No
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.slow
 async def test_connecting_to_something_that_never_speaks_ends_too() -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
@@ -233,6 +235,21 @@ async def test_two_deployments_share_a_broker_by_prefix(connect: Connect) -> Non
     await bus.store("blue.facts.a", b"x", message_id="x")
     assert [one.data for one in await bus.history("blue.facts.*")] == [b"x"]
     assert await bus.compare_and_set(BUCKET_EPOCH, "a", b"1", revision=0)
+
+
+@pytest.mark.slow
+async def test_an_instance_that_is_not_refreshed_expires_with_its_bucket_and_may_come_back(bus: NatsBus) -> None:
+    await bus.put(BUCKET_INSTANCES, "a", b"1")
+    await bus.put(BUCKET_EPOCH, "a", b"1")
+
+    async def is_gone() -> bool:
+        return await bus.get(BUCKET_INSTANCES, "a") is None
+
+    assert not await is_gone()
+    await until(is_gone, 3 * INSTANCE_TTL_S)
+    assert await bus.keys(BUCKET_INSTANCES) == []
+    assert await bus.compare_and_set(BUCKET_INSTANCES, "a", b"2", revision=0)
+    assert await bus.get(BUCKET_EPOCH, "a") is not None
 
 
 def test_an_older_server_is_refused_by_version() -> None:

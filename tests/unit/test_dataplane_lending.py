@@ -1,7 +1,6 @@
 """The source's side of a read: only evidence ends what was lent."""
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,9 +26,7 @@ SHAPES = Path(__file__).parent / "helpers" / "process_shapes.py"
 NONCE = b"0123456789abcdef"
 
 
-def key_of(
-    transfer: str = "t1", *, member: str = "m0", epoch: int = 7, attempt: int = 1
-) -> ReaderKey:
+def key_of(transfer: str = "t1", *, member: str = "m0", epoch: int = 7, attempt: int = 1) -> ReaderKey:
     return ReaderKey(instance="B", member=member, epoch=epoch, transfer=transfer, attempt=attempt, rank=0)
 
 
@@ -190,14 +187,16 @@ def test_it_says_who_may_be_reading(lent: Lent) -> None:
 
 async def test_a_killed_reader_is_proved_dead_by_its_pidfd(lent: Lent) -> None:  # P6
     watch = ProcessWatch(asyncio.get_running_loop())
-    with subprocess.Popen([sys.executable, str(SHAPES), "plain"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == b"ready\n"
-        who = identity(reader.pid)
-        lent.backend.submit(order_for(key_of(), hint=Reader(key_of(), NONCE, who)))
-        assert watch.watch(who, lambda: lent.backend.reader_died("B", "m0", 7))
-        reader.kill()
-        await until(lambda: lent.wakes)
-        (change,) = lent.backend.changes()
-        assert change.evidence is Evidence.PROCESS_DEAD
+    pipe = asyncio.subprocess.PIPE
+    reader = await asyncio.create_subprocess_exec(sys.executable, str(SHAPES), "plain", stdin=pipe, stdout=pipe)
+    assert reader.stdout is not None
+    assert await reader.stdout.readline() == b"ready\n"
+    who = identity(reader.pid)
+    lent.backend.submit(order_for(key_of(), hint=Reader(key_of(), NONCE, who)))
+    assert watch.watch(who, lambda: lent.backend.reader_died("B", "m0", 7))
+    reader.kill()
+    await until(lambda: lent.wakes)
+    await reader.communicate()
+    (change,) = lent.backend.changes()
+    assert change.evidence is Evidence.PROCESS_DEAD
     watch.close()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -90,13 +91,13 @@ def test_a_lender_that_is_gone_or_elsewhere_is_not_opened(lender: LendingProcess
 
 
 def test_no_descriptor_is_left_open_by_a_refusal() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     reading_end, writing_end = os.pipe()
     with pytest.raises(PeerError):
         map_source(MemoryAccess(process=identity(), fd=reading_end))
     os.close(reading_end)
     os.close(writing_end)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_mapping_outlives_its_lender() -> None:

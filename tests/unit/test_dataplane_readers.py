@@ -105,7 +105,11 @@ def test_after_a_cancel_no_byte_lands(maker: Maker, lender: LendingProcess) -> N
 def test_a_shutdown_midway_ends_with_evidence(maker: Maker, lender: LendingProcess) -> None:  # contract 54
     with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         for ticket in (1, 2, 3):
-            side.submit(lender.grant(range(50), reader=reader_key(f"t{ticket}")), range(50 * ticket, 50 * ticket + 50), ticket=ticket)
+            side.submit(
+                lender.grant(range(50), reader=reader_key(f"t{ticket}")),
+                range(50 * ticket, 50 * ticket + 50),
+                ticket=ticket,
+            )
         wait_until(some_bytes_moved(side))
         assert side.reader.shutdown(10.0) == ()
         moved = side.bytes_moved()

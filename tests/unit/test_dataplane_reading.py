@@ -54,7 +54,9 @@ def geometry(pages: int, page_bytes: int = PAGE, stride: int = PAGE) -> PoolGeom
 
 
 def local(pages: int, page_bytes: int = PAGE, stride: int = PAGE) -> LocalPool:
-    return LocalPool("f1", 1 << 30, RECORD_BYTES * pages + stride * pages, RECORD_BYTES * pages, stride, page_bytes, pages)
+    return LocalPool(
+        "f1", 1 << 30, RECORD_BYTES * pages + stride * pages, RECORD_BYTES * pages, stride, page_bytes, pages
+    )
 
 
 def grant(geometry_: PoolGeometry, rows: tuple[int, ...], **changes: object) -> Grant:
@@ -272,9 +274,7 @@ def test_whole_delivery_needs_no_words() -> None:
     made = progress()
     (segment,) = made.plan.segments(Limits())
     made.verified(segment, segment.rows)
-    assert made.change(Evidence.COMPLETED) == Change(
-        1, 1, Delivered((True, True), 2 * PAGE), Evidence.COMPLETED, ""
-    )
+    assert made.change(Evidence.COMPLETED) == Change(1, 1, Delivered((True, True), 2 * PAGE), Evidence.COMPLETED, "")
 
 
 def test_changed_pages_are_not_delivered_and_are_named() -> None:  # P2

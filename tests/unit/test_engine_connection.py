@@ -1,4 +1,4 @@
-"""The worker's end of a local connection: it never waits for a peer that does not read, and never buffers without end."""
+"""The worker's end of a local connection: it neither waits for a peer that does not read, nor buffers without end."""
 
 import asyncio
 import socket

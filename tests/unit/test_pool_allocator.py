@@ -8,8 +8,7 @@ from kvbus.pool.allocator import PageAllocator, PageState
 
 def cached(pages: PageAllocator, count: int) -> list[int]:
     taken, _ = pages.take(count, for_peer=False)
-    for page in taken:
-        pages.cache(page, for_peer=False)
+    pages.cache(taken, for_peer=False)
     return taken
 
 
@@ -22,8 +21,8 @@ def test_a_fresh_pool_hands_out_neighbouring_pages() -> None:
 def test_the_least_recently_used_page_goes_first() -> None:
     pages = PageAllocator(3)
     first, second, third = cached(pages, 3)
-    pages.pin(first, for_peer=False)
-    pages.unpin(first, for_peer=False)
+    pages.pin([first], for_peer=False)
+    pages.unpin([first], for_peer=False)
     assert pages.take(2, for_peer=False) == ([second, third], [second, third])
     assert pages.statistics().evictions == 2
 
@@ -31,7 +30,7 @@ def test_the_least_recently_used_page_goes_first() -> None:
 def test_a_pinned_page_is_never_taken_nor_evicted() -> None:
     pages = PageAllocator(2)
     held, other = cached(pages, 2)
-    pages.pin(held, for_peer=True)
+    pages.pin([held], for_peer=True)
     assert not pages.evict(held)
     assert pages.take(1, for_peer=False) == ([other], [other])
     with pytest.raises(LedgerContradictionError, match="count=1"):
@@ -55,16 +54,16 @@ def test_a_page_is_claimed_once_however_many_peers_read_it() -> None:
     pages = PageAllocator(4)
     first, second = cached(pages, 2)
     for _ in range(3):
-        pages.pin(first, for_peer=True)
-    pages.pin(second, for_peer=False)
+        pages.pin([first], for_peer=True)
+    pages.pin([second], for_peer=False)
     assert pages.claimed == 1
     assert pages.unclaimed([first, second]) == 1
     (written,), _ = pages.take(1, for_peer=True)
-    pages.quarantine(written, for_peer=True)
+    pages.quarantine([written], for_peer=True)
     assert pages.claimed == 2
-    pages.free(written, for_peer=False)
+    pages.free([written], for_peer=False)
     for _ in range(3):
-        pages.unpin(first, for_peer=True)
+        pages.unpin([first], for_peer=True)
     assert pages.claimed == 0
     pages.check()
 
@@ -72,11 +71,11 @@ def test_a_page_is_claimed_once_however_many_peers_read_it() -> None:
 def test_a_quarantined_page_stays_out_of_use_after_its_readers_left() -> None:
     pages = PageAllocator(1)
     (page,) = cached(pages, 1)
-    pages.pin(page, for_peer=True)
-    pages.quarantine(page, for_peer=False)
+    pages.pin([page], for_peer=True)
+    pages.quarantine([page], for_peer=False)
     with pytest.raises(LedgerContradictionError, match="pinned page is freed"):
-        pages.free(page, for_peer=False)
-    pages.unpin(page, for_peer=True)
+        pages.free([page], for_peer=False)
+    pages.unpin([page], for_peer=True)
     assert pages.available == 0
     assert pages.state(page) is PageState.QUARANTINED
     pages.check()
@@ -86,12 +85,12 @@ def test_steps_that_lead_nowhere_are_contradictions() -> None:
     pages = PageAllocator(2)
     (page,) = cached(pages, 1)
     for step in (
-        lambda: pages.free(page, for_peer=False),
-        lambda: pages.cache(page, for_peer=False),
-        lambda: pages.free(1, for_peer=False),
+        lambda: pages.free([page], for_peer=False),
+        lambda: pages.cache([page], for_peer=False),
+        lambda: pages.free([1], for_peer=False),
         lambda: pages.evict(1),
-        lambda: pages.pin(1, for_peer=False),
-        lambda: pages.unpin(page, for_peer=False),
+        lambda: pages.pin([1], for_peer=False),
+        lambda: pages.unpin([page], for_peer=False),
     ):
         with pytest.raises(LedgerContradictionError):
             step()
@@ -102,15 +101,15 @@ def test_a_peer_cannot_give_up_what_it_did_not_take_up() -> None:
     pages = PageAllocator(1)
     pages.take(1, for_peer=False)
     with pytest.raises(LedgerContradictionError, match="did not take up"):
-        pages.free(0, for_peer=True)
+        pages.free([0], for_peer=True)
 
 
 def test_counts_add_up() -> None:
     pages = PageAllocator(8)
     one, _ = cached(pages, 2)
-    pages.pin(one, for_peer=True)
+    pages.pin([one], for_peer=True)
     taken, _ = pages.take(3, for_peer=True)
-    pages.quarantine(taken[0], for_peer=True)
+    pages.quarantine([taken[0]], for_peer=True)
     counts = pages.statistics()
     assert (counts.free, counts.writing, counts.cached, counts.quarantined) == (3, 2, 2, 1)
     assert (counts.pinned, counts.idle, counts.claimed) == (1, 1, 4)

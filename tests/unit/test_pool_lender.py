@@ -335,6 +335,20 @@ def test_pages_of_a_seen_unmarked_lease_are_not_recycled() -> None:
         lease.mark_arrived([True, False, True])
 
 
+@pytest.mark.contract("20")
+def test_a_lease_without_rows_is_ready_at_once_and_leaves_nothing_behind() -> None:
+    lender = small_lender(1)
+    fill(lender, NAMES[:1])
+    held = lender.lend_read(NAMES[:1])
+    lease = lender.lend_write((), ())
+    assert view_of(lease).pages == ()
+    lease.release()
+    lease.mark_arrived(())
+    assert lender.statistics().unmarked == 0
+    held.release()
+    assert counts(lender) == (0, 0, 1, 0)
+
+
 @pytest.mark.contract("9")
 def test_forgetting_a_lease_frees_nothing() -> None:
     lender = small_lender(4)
@@ -593,10 +607,10 @@ def test_the_check_finds_a_lent_page_whose_generation_moved() -> None:
 def test_the_check_finds_pins_without_owner_and_pages_without_lease() -> None:
     lender = small_lender()
     (page,) = fill(lender, NAMES[:1])
-    lender._allocator.pin(page, for_peer=False)
+    lender._allocator.pin([page], for_peer=False)
     with pytest.raises(LedgerContradictionError, match="without owner"):
         lender.check()
-    lender._allocator.unpin(page, for_peer=False)
+    lender._allocator.unpin([page], for_peer=False)
     lender.check()
     lender._allocator.take(1, for_peer=False)
     with pytest.raises(LedgerContradictionError, match="differ"):

@@ -44,6 +44,11 @@ def test_the_regions_stand_where_the_pool_says(pool: PoolMemory) -> None:
     assert pool.page_bytes(0).ctypes.data == pool.address + pool.pages_offset
 
 
+def test_a_pool_says_what_it_is(pool: PoolMemory) -> None:
+    assert repr(pool) == f"<PoolMemory pages=5 of 64 bytes fd={pool.fd} {TOY.fingerprint()[:8]}>"
+    assert repr(pool.generations) == f"<Generations pages=5 epoch={EPOCH}>"
+
+
 def test_all_memory_is_there_from_the_start(pool: PoolMemory) -> None:
     assert os.fstat(pool.fd).st_blocks * 512 >= pool.length_bytes
 

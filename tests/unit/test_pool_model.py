@@ -111,6 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.counter[page] += 1
             else:
                 self.free.add(page)
+        for name, whole in zip(lent.names, lent.arrived, strict=True):
             if whole and lent.pins and not lent.pins.dropped and self.cached[name] not in lent.pins.pages:
                 lent.pins.pages.append(self.cached[name])
                 self.touch(self.cached[name])

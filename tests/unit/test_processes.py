@@ -20,9 +20,7 @@ SHAPES = Path(__file__).parent / "helpers" / "process_shapes.py"
 
 @contextlib.contextmanager
 def child(shape: str = "plain") -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, str(SHAPES), shape], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, str(SHAPES), shape], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdin is not None
     try:
@@ -75,9 +73,9 @@ def test_a_reused_pid_is_not_mistaken_for_the_process_that_had_it() -> None:  # 
 def test_no_pidfd_is_left_open_when_a_pid_was_reused() -> None:
     with child() as process:
         before = identity(process.pid).model_copy(update={"start_ticks": 0})
-        open_files = len(os.listdir("/proc/self/fd"))
+        open_files = len(list(Path("/proc/self/fd").iterdir()))
         assert open_pidfd(before) is None
-        assert len(os.listdir("/proc/self/fd")) == open_files
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_files
 
 
 def test_a_zombie_whose_thread_still_runs_is_not_dead() -> None:  # P6

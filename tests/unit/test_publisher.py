@@ -1,5 +1,8 @@
 """The requester's door: a durable request, a verdict, an outcome; and clear refusals of what cannot be asked."""
 
+import asyncio
+import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -43,7 +46,7 @@ class Destination:
         self.cancelled: list[str] = []
 
     async def take(self) -> TransferRequested:
-        (work,) = await self.bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=5)
+        (work,) = await self.bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=15)
         request = decode(work.delivery.data).body
         assert isinstance(request, TransferRequested)
         await work.keep()
@@ -247,3 +250,22 @@ async def test_with_no_address_it_finds_the_broker_that_the_state_file_names(
         assert await handle.outcome() is not None
     await until(lambda: setup.health().connected)
     await setup.close()
+
+
+async def test_the_script_in_docs_prints_verdict_and_outcome(broker: EmbeddedBroker) -> None:
+    script = Path(__file__).parents[2] / "docs" / "request_transfer.py"
+    assert len(script.read_text().splitlines()) <= 10
+    bus = await NatsBus.connect(broker.url, name="b", token=broker.token, limits=EMBEDDED)
+    await bus.ensure_assets()
+    environment = {**os.environ, "KVBUS_NATS_URL": broker.url, "KVBUS_NATS_TOKEN": broker.token}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), env=environment, stdout=pipe)
+    destination = Destination(bus)
+    request = await destination.take()
+    await destination.tell(request, destination.verdict(request))
+    await destination.tell(request, destination.outcome(request))
+    printed, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0
+    assert b"verdict='accepted'" in printed
+    assert b"outcome='settled'" in printed
+    await bus.close()

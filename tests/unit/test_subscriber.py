@@ -227,6 +227,7 @@ async def test_what_the_log_no_longer_holds_is_reported_as_lost() -> None:
     await reader.stop()
 
 
+@pytest.mark.slow
 async def test_a_lost_last_event_is_found_by_looking(bus: Bus) -> None:
     reader = Reader(bus)
     await store(bus, 1)

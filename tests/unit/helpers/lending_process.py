@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from kvbus.dataplane.ucx import UcxPlane
 from kvbus.events import ProcessIdentity, ReaderKey, column
@@ -108,8 +107,7 @@ def serve(pipe: Connection, page_bytes: int, pages: int, settings: Mapping[str, 
 class LendingProcess:
     """A handle on the child."""
 
-    def __init__(self, process: Any, pipe: Connection) -> None:
-        self._process = process
+    def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         if not pipe.poll(ANSWER_S):
             raise TimeoutError("the lender did not describe itself")
@@ -119,7 +117,7 @@ class LendingProcess:
     def pid(self) -> int:
         return self.described.process.pid
 
-    def ask(self, *command: object) -> Any:
+    def ask(self, *command: object) -> object:
         self._pipe.send(command)
         if not self._pipe.poll(ANSWER_S):
             raise TimeoutError(f"the lender did not answer {command[0]}")
@@ -170,7 +168,7 @@ def lending_process(
     process.start()
     theirs.close()
     try:
-        yield LendingProcess(process, ours)
+        yield LendingProcess(ours)
     finally:
         process.kill()
         process.join(ANSWER_S)

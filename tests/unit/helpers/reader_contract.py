@@ -50,7 +50,9 @@ def rows_beyond_the_grant_stay_untouched(side: Side, lender: LendingProcess) -> 
 
 def a_page_rewritten_before_is_not_delivered(side: Side, lender: LendingProcess) -> None:  # P2
     grant = lender.grant((200, 201, 202))
-    stale = lender.grant((200, 201, 202), counters=grant.counters[:8] + (1 << 40).to_bytes(8, "little") + grant.counters[16:])
+    stale = lender.grant(
+        (200, 201, 202), counters=grant.counters[:8] + (1 << 40).to_bytes(8, "little") + grant.counters[16:]
+    )
     side.submit(stale, (1, 2, 3))
     change = side.end_of()
     assert arrived_of(change) == (True, False, True)

@@ -63,7 +63,9 @@ class Side:
         def found() -> Change | None:
             self.woken.wait(0.05)
             self.woken.clear()
-            return next((change for change in self.drain() if (change.ticket, change.attempt) == (ticket, attempt)), None)
+            return next(
+                (change for change in self.drain() if (change.ticket, change.attempt) == (ticket, attempt)), None
+            )
 
         wait_until(found, deadline_s, f"the end of ticket {ticket}, attempt {attempt}")
         return next(change for change in self.seen if (change.ticket, change.attempt) == (ticket, attempt))
@@ -141,9 +143,7 @@ def memory_side(
 def tcp_side(
     *, page_bytes: int = 64 << 10, pages: int = 256, rate_limit_bytes_s: float | None = None
 ) -> Iterator[Side]:
-    with ucx_side(
-        page_bytes=page_bytes, pages=pages, rate_limit_bytes_s=rate_limit_bytes_s, settings=TCP_ONLY
-    ) as side:
+    with ucx_side(page_bytes=page_bytes, pages=pages, rate_limit_bytes_s=rate_limit_bytes_s, settings=TCP_ONLY) as side:
         yield side
 
 

@@ -1,0 +1,350 @@
+"""`kvbus demo`: two instances, one prompt, cold against staged, and the proof that the staged pages answer."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvbus.commands.cluster import Cluster, ClusterPlan
+from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
+from kvbus.commands.demo_prompt import log_prompt
+from kvbus.commands.leases import LeaseBook
+from kvbus.commands.poison import flip_top_exponent_bits
+from kvbus.commands.wording import lines_of
+from kvbus.commands.worker import engine_options
+from kvbus.config import ENGINES
+from kvbus.engines.client import LocalClient, TimedAnswer
+from kvbus.errors import BackendError
+from kvbus.events import TransferOutcome
+from kvbus.publisher import Publisher, Verdict
+from kvbus.subscriber import Seen, Subscriber
+from kvbus.topics import Topics
+
+SOURCE, DESTINATION = "a", "b"
+PROMPT_TOKENS = 1_000
+ANSWER_TOKENS = 24
+SPEEDUP_MIN = {"toy": 1.0, "transformers": 8.0}
+"""Below this the demo has not shown its point. The toy engine only has to be quicker; its prefill is a made-up cost."""
+PAGES = {"toy": 256, "transformers": 160}
+"""A prompt of 2,048 tokens takes 64 pages; 160 of SmolLM2's 1.5 MB pages are 236 MB an instance."""
+TRANSFER_WAIT_S = 120.0
+FACTS_WAIT_S, QUIET_S = 5.0, 0.5
+
+
+@dataclass(slots=True)
+class Shown:
+    """What the demo has seen; the JSON document is made of exactly this."""
+
+    engine: str
+    model: str = ""
+    prompt_tokens: int = 0
+    pages: int = 0
+    length_bytes: int = 0
+    ttft_cold_s: float = 0.0
+    ttft_staged_s: float = 0.0
+    transfer_s: float = 0.0
+    stage_s: float = 0.0
+    cold: tuple[int, ...] = ()
+    staged: tuple[int, ...] = ()
+    staged_text: str = ""
+    poisoned: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
+    facts: list[dict[str, object]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        """How many times sooner the first token came."""
+        return self.ttft_cold_s / self.ttft_staged_s if self.ttft_staged_s else 0.0
+
+    @property
+    def tokens_identical(self) -> bool:
+        """Whether the staged pages gave the same answer as computing did."""
+        return bool(self.cold) and self.cold == self.staged
+
+    @property
+    def poison_detected(self) -> bool:
+        """Whether a changed page changed the answer, so that it is the staged pages that answer."""
+        return bool(self.poisoned) and self.poisoned != self.staged
+
+    def expect(self, true: bool, fault: str) -> None:
+        """Note a fault unless this holds."""
+        if not true:
+            self.faults.append(fault)
+
+    def document(self) -> dict[str, object]:
+        """Return the result for programs."""
+        return {
+            "engine": self.engine,
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "pages": self.pages,
+            "bytes": self.length_bytes,
+            "ttft_cold_s": self.ttft_cold_s,
+            "ttft_staged_s": self.ttft_staged_s,
+            "speedup": self.speedup,
+            "tokens_identical": self.tokens_identical,
+            "poison_detected": self.poison_detected,
+            "transfer_s": self.transfer_s,
+            "facts": self.facts,
+            "ok": not self.faults,
+        }
+
+
+@click.command()
+@click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
+@click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
+@click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
+@click.option("--nats", "nats_url", default="", metavar="URL", help="Use this broker instead of starting one.")
+@click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
+@json_option
+def demo(engine: str, options: str, backend: str, nats_url: str, token: str, as_json: bool) -> int:
+    """Show the story end to end: a prompt computed cold, then answered from staged KV, with the same tokens.
+
+    Two instances start on this host. B answers a prompt cold; A's KV of the prompt is staged to B over NATS and UCX; B
+    answers again. Then one staged page is changed, which must change the answer. Exit status 0 if all of it holds.
+    """
+    plan = ClusterPlan(
+        instances=(SOURCE, DESTINATION),
+        engine=engine,
+        engine_options=engine_options(engine, options),
+        pages=PAGES[engine],
+        backend=backend,
+        nats_url=nats_url,
+        nats_token=token,
+    )
+    return asyncio.run(_demo(plan, as_json=as_json))
+
+
+async def _demo(plan: ClusterPlan, *, as_json: bool) -> int:
+    screen = console(as_json=as_json)
+    shown = Shown(plan.engine)
+    cluster = Cluster(plan)
+    try:
+        with _working(screen, "starting two instances") as say:
+            await cluster.start(say)
+        shown.model = cluster.registered[DESTINATION].record.model
+        async with _facts(cluster, shown, screen) as hold:
+            await _show(cluster, shown, screen, hold)
+    finally:
+        with _working(screen, "stopping") as say:
+            await cluster.stop()
+    screen.print(_table(shown))
+    for fault in shown.faults:
+        screen.print(f"[red]does not hold: {fault}[/]")
+    if as_json:
+        print_document(shown.document())
+    return EXIT_FAILED if shown.faults else 0
+
+
+async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") -> None:
+    with LocalClient(cluster.socket(SOURCE)) as lender, LocalClient(cluster.socket(DESTINATION)) as taker:
+        ids = await asyncio.to_thread(_fitting_prompt, taker, 1)
+        warm = await asyncio.to_thread(_fitting_prompt, taker, 2)
+        shown.prompt_tokens = len(ids)
+        steps = _Steps(cluster, shown, screen, lender, taker)
+        await steps.warm_up(warm)
+        await steps.cold(ids)
+        hold.open()
+        outcome = await steps.stage(ids, "b takes the prompt's KV from a")
+        await asyncio.sleep(0)
+        if outcome is None or outcome.outcome != "settled":
+            shown.faults.append(f"the transfer settles: {outcome.reason if outcome else 'no outcome'}")
+            return
+        shown.pages, shown.length_bytes = outcome.pages_moved, outcome.length_bytes
+        shown.transfer_s, shown.stage_s = outcome.move_s, outcome.total_s
+        await steps.staged(ids)
+        await steps.poison(ids)
+    await hold.until_quiet(FACTS_WAIT_S)
+    shown.expect(shown.tokens_identical, "the staged answer has the same tokens as the cold one")
+    shown.expect(shown.poison_detected, "a changed page changes the answer")
+    shown.expect(
+        shown.recomputed == shown.cold, "after the changed page was evicted, b computes the right answer again"
+    )
+    least = SPEEDUP_MIN[shown.engine]
+    shown.expect(shown.speedup >= least, f"the first token comes at least {least:g} times sooner")
+    shown.expect(bool(shown.facts), "the bus told the facts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The demo's steps, each with its own line on the screen; calls to the engines run beside the loop."""
+
+    cluster: Cluster
+    shown: Shown
+    screen: Console
+    lender: LocalClient
+    taker: LocalClient
+
+    async def warm_up(self, ids: tuple[int, ...]) -> None:
+        """Run both ways once on another prompt, so that neither measured run pays for a first time."""
+        with _working(self.screen, "warming both instances up on another prompt"):
+            await self._answer(self.lender, ids, reuse=False)
+            await self._answer(self.taker, ids, reuse=False)
+            await self._transfer(ids)
+            await self._answer(self.taker, ids)
+            await asyncio.to_thread(self.taker.evict, ids)
+            await asyncio.to_thread(self.lender.evict, ids)
+
+    async def cold(self, ids: tuple[int, ...]) -> None:
+        """Answer with nothing in the cache and nothing stored."""
+        held = await asyncio.to_thread(self.taker.held, ids)
+        self.shown.expect(held == 0, f"b holds none of the prompt's blocks before the cold run (it holds {held})")
+        with _working(self.screen, f"b answers {len(ids)} tokens cold"):
+            answer = await self._answer(self.taker, ids)
+        self.shown.expect(answer.end.cached_tokens == 0, "the cold run reuses nothing")
+        self.shown.ttft_cold_s, self.shown.cold = answer.ttft_s, answer.end.tokens
+        held = await asyncio.to_thread(self.taker.held, ids)
+        self.shown.expect(held == 0, "the cold run stores nothing")
+        self.screen.print(f"cold: first token after [bold]{answer.ttft_s:.2f} s[/]")
+
+    async def stage(self, ids: tuple[int, ...], text: str) -> TransferOutcome | None:
+        """Have b take the prompt's KV from a, which computes it for that."""
+        with _working(self.screen, text):
+            verdict, outcome = await self._transfer(ids)
+        if outcome is not None:
+            size = outcome.length_bytes / 1e6
+            self.screen.print(
+                f"staged: {outcome.pages_moved} pages, {size:.1f} MB moved in [bold]{outcome.move_s * 1e3:.0f} ms[/] "
+                f"(a computed them in {outcome.grant_s:.2f} s) · {outcome.outcome}"
+            )
+        else:
+            self.screen.print(f"[red]not staged: {verdict.verdict} {verdict.reason}[/]")
+        return outcome
+
+    async def staged(self, ids: tuple[int, ...]) -> None:
+        """Answer from the staged pages."""
+        held = await asyncio.to_thread(self.taker.held, ids)
+        self.shown.expect(held == self.shown.pages, f"b holds the {self.shown.pages} staged blocks (it holds {held})")
+        with _working(self.screen, "b answers from the staged pages"):
+            answer = await self._answer(self.taker, ids)
+        self.shown.expect(answer.end.cached_tokens > 0, "the staged run reuses the pages")
+        self.shown.ttft_staged_s, self.shown.staged = answer.ttft_s, answer.end.tokens
+        self.shown.staged_text = answer.end.text
+        self.screen.print(f"staged: first token after [bold]{answer.ttft_s:.3f} s[/]")
+
+    async def poison(self, ids: tuple[int, ...]) -> None:
+        """Change one staged page in memory: the answer must change. Then evict it: the answer must be right again."""
+        with _working(self.screen, "changing one staged page, and asking once more"):
+            where = await asyncio.to_thread(self.taker.where, ids)
+            page = where.pages[len(where.pages) // 2]
+            flip_top_exponent_bits(where, page)
+            answer = await self._answer(self.taker, ids)
+            self.shown.poisoned = answer.end.tokens
+            evicted = await asyncio.to_thread(self.taker.evict, ids)
+            self.shown.expect(evicted == len(where.pages), "the changed page and its prompt's others are evicted")
+            answer = await self._answer(self.taker, ids)
+            self.shown.recomputed = answer.end.tokens
+
+    async def _transfer(self, ids: tuple[int, ...]) -> tuple[Verdict, TransferOutcome | None]:
+        cluster = self.cluster
+        async with Publisher(bus=cluster.bus, topics=Topics(cluster.plan.prefix)) as publisher:
+            handle = await publisher.transfer(
+                source=SOURCE, destination=DESTINATION, prompt=ids, budget_s=TRANSFER_WAIT_S
+            )
+            verdict = await handle.verdict(TRANSFER_WAIT_S)
+            outcome = await handle.outcome(TRANSFER_WAIT_S) if verdict.hopeful else None
+        return verdict, outcome
+
+    @staticmethod
+    async def _answer(client: LocalClient, ids: tuple[int, ...], *, reuse: bool = True) -> TimedAnswer:
+        return await asyncio.to_thread(client.generate, ids=ids, max_tokens=ANSWER_TOKENS, store=False, reuse=reuse)
+
+
+def _fitting_prompt(client: LocalClient, day: int) -> tuple[int, ...]:
+    """Return the token ids of a log of about PROMPT_TOKENS tokens, whatever the tokenizer."""
+    lines = 10
+    ids = client.tokenize(text=log_prompt(lines, day=day))
+    per_line = max(1.0, (len(ids) - len(client.tokenize(text=log_prompt(0, day=day)))) / lines)
+    lines += max(0, round((PROMPT_TOKENS - len(ids)) / per_line))
+    return client.tokenize(text=log_prompt(lines, day=day))
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Lets facts through to the screen once the interesting part begins; what comes before is warm-up."""
+
+    is_open: bool = False
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open(self) -> None:
+        """Show facts from now on."""
+        self.is_open = True
+
+    async def until_quiet(self, wait_s: float) -> None:
+        """Wait, bounded, until no fact has come for half a second."""
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            self.arrived.clear()
+            try:
+                await asyncio.wait_for(self.arrived.wait(), QUIET_S)
+            except TimeoutError:
+                return
+
+
+@contextlib.asynccontextmanager
+async def _facts(cluster: Cluster, shown: Shown, screen: Console) -> AsyncIterator[_Hold]:
+    """Follow the facts for as long as the block runs: onto the screen, and into the result."""
+    hold = _Hold()
+    if cluster.bus is None:
+        raise BackendError("the cluster has not started")
+    subscriber = Subscriber(cluster.bus, Topics(cluster.plan.prefix))
+
+    book = LeaseBook(keep_returned=False)
+
+    async def follow() -> None:
+        async with contextlib.aclosing(subscriber.facts()) as events:
+            async for seen in events:
+                if hold.is_open and isinstance(seen, Seen):
+                    hold.arrived.set()
+                    shown.facts.append(seen.event.header.model_dump() | {"b": seen.event.body.model_dump()})
+                    for line in lines_of(seen.event, book):
+                        screen.print(f"[dim]{seen.event.header.i}[/] {line.subject} {line.text}")
+
+    following = asyncio.get_running_loop().create_task(follow())
+    try:
+        yield hold
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _working(screen: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on, with a moving bar and the time, while the block runs."""
+    columns = (TextColumn("[dim]{task.description}[/]"), BarColumn(bar_width=24), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
+        bar = progress.add_task(text, total=None)
+        yield lambda said: progress.update(bar, description=said)
+
+
+def _table(shown: Shown) -> Table:
+    """Return the result at a glance."""
+    table = Table(title=f"{shown.engine} {shown.model}: {shown.prompt_tokens} tokens, one thread, the same socket")
+    table.add_column("")
+    table.add_column("b computes (cold)", justify="right")
+    table.add_column("b has staged pages", justify="right")
+    table.add_row("time to first token", f"{shown.ttft_cold_s:.2f} s", f"{shown.ttft_staged_s:.3f} s")
+    table.add_row("", "", f"[bold green]{shown.speedup:.1f} times sooner[/]")
+    pages = f"{shown.pages} pages, {shown.length_bytes / 1e6:.1f} MB in {shown.transfer_s * 1e3:.0f} ms"
+    table.add_row("moved ahead of time", "–", pages)
+    table.add_row("whole stage, with a's prefill", "–", f"{shown.stage_s:.2f} s")
+    table.add_row("tokens", _tokens(shown.cold), _tokens(shown.staged))
+    table.add_row("same tokens", "", _mark(shown.tokens_identical))
+    table.add_row("one page changed: answer changes", "", _mark(shown.poison_detected))
+    table.add_row("changed page evicted: right again", "", _mark(shown.recomputed == shown.cold and bool(shown.cold)))
+    return table
+
+
+def _tokens(tokens: tuple[int, ...]) -> str:
+    return " ".join(str(token) for token in tokens[:6]) + (" …" if len(tokens) > 6 else "")
+
+
+def _mark(holds: bool) -> str:
+    return "[green]yes[/]" if holds else "[red]NO[/]"

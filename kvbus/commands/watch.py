@@ -1,0 +1,123 @@
+"""`kvbus watch`: what all instances report, history first, then live, until Ctrl-C."""
+
+import asyncio
+import signal
+import time
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+import click
+
+from kvbus.commands.common import broker_options, connect, console, print_document
+from kvbus.commands.leases import LeaseBook
+from kvbus.commands.logs import LogReader
+from kvbus.commands.rendering import LinePrinter, event_document
+from kvbus.commands.wording import lines_of
+from kvbus.subscriber import Lagged, Seen, Subscriber
+from kvbus.topics import Family, Topics
+from kvbus.transport import Bus
+
+SINCE_S = 300.0
+"""Enough to see what just happened; `--since` reaches as far back as the broker keeps the log, an hour."""
+LEAD_IN_S = 60.0
+"""Read before that, without being shown: a transfer lasts 30 s unless told otherwise, so its leases are known then."""
+
+
+@click.command()
+@click.option(
+    "--since", "since_s", default=SINCE_S, show_default=True, metavar="SECONDS", help="How far back to start."
+)
+@click.option("--once", is_flag=True, help="Print the history and exit.")
+@click.option("--all", "show_all", is_flag=True, help="Show the engines' own leases too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line, one for each event.")
+@broker_options
+def watch(nats_url: str, token: str, prefix: str, since_s: float, *, once: bool, show_all: bool, as_json: bool) -> int:
+    """Show what the instances report: transfers, leases, facts and settle decisions, as they happen.
+
+    History comes first. Leases of the engines' own, which belong to no transfer, are left out unless --all is given.
+    """
+    if since_s < 0:
+        raise click.BadParameter(f"expected a number of seconds from 0 on, got {since_s:g}", param_hint="--since")
+    return asyncio.run(_until_interrupted(nats_url, token, prefix, since_s, once=once, all_=show_all, as_json=as_json))
+
+
+async def _until_interrupted(
+    nats_url: str, token: str, prefix: str, since_s: float, *, once: bool, all_: bool, as_json: bool
+) -> int:
+    loop, ours = asyncio.get_running_loop(), asyncio.current_task()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: ours.cancel() if ours else None)
+    with suppress(asyncio.CancelledError):
+        bus = await connect(nats_url, token, prefix, name="kvbus-watch")
+        screen = Screen(LinePrinter(console(as_json=as_json)), as_json=as_json, show_all=all_)
+        try:
+            await follow(bus, Topics(prefix), screen, since_ns=time.time_ns() - int(since_s * 1e9), once=once)
+        finally:
+            screen.say_skipped()
+            with suppress(asyncio.CancelledError):  # a second Ctrl-C ends the farewell, too
+                await bus.close()
+    return 0
+
+
+@dataclass(slots=True)
+class Screen:
+    """Where events go: lines for people, or documents. Only `skipped` and what a lease's facts said last is kept."""
+
+    printer: LinePrinter
+    as_json: bool = False
+    show_all: bool = False
+    book: LeaseBook = field(default_factory=lambda: LeaseBook(keep_returned=False))
+    skipped: int = 0
+    _skipped_told: int = 0
+
+    def show(self, seen: Seen, *, quiet: bool = False) -> None:
+        """Show one event; `quiet`: only take note of it."""
+        if self.as_json:
+            if not quiet:
+                print_document(event_document(seen.event, seen.family, seen.sequence))
+            return
+        for line in lines_of(seen.event, self.book):
+            if not quiet and (self.show_all or not line.is_local):
+                self.printer.show(seen.event, line)
+
+    def lagged(self, lagged: Lagged) -> None:
+        """Say that something is missing, or was read late."""
+        if self.as_json:
+            print_document({"kind": "lagged", "log": lagged.family.value, "reason": lagged.reason, "lost": lagged.lost})
+            return
+        what = "events are lost" if lagged.lost else "read again from the log"
+        self.printer.notice(f"{lagged.family.value}: {lagged.reason}; {what}", "bold yellow" if lagged.lost else "dim")
+
+    def say_skipped(self) -> None:
+        """Say how many events could not be shown, where that has grown."""
+        new, self._skipped_told = self.skipped - self._skipped_told, self.skipped
+        if new and self.as_json:
+            print_document({"kind": "skipped", "events": new})
+        elif new:
+            self.printer.notice(f"{new} events skipped: of kinds that this version does not know, or malformed")
+
+
+async def follow(bus: Bus, topics: Topics, screen: Screen, *, since_ns: int, once: bool) -> None:
+    """Show the logs from a time on, then what comes, until cancelled; with `once`, what is there now."""
+    reader = LogReader(bus, topics)
+    async for seen in reader.since(since_ns - int(LEAD_IN_S * 1e9)):
+        screen.show(seen, quiet=seen.event.header.t < since_ns)
+    past = screen.skipped = reader.skipped.total()
+    screen.say_skipped()
+    if once:
+        return
+    if not screen.as_json:
+        screen.printer.notice("history ends here; live from now on, Ctrl-C ends it")
+    read_to = reader.last[Family.SETTLE]
+    subscriber = Subscriber(bus, topics)
+    async with aclosing(subscriber.facts(since=reader.last[Family.FACTS])) as items:  # type: ignore[type-var]
+        async for item in items:
+            if isinstance(item, Lagged):
+                screen.lagged(item)
+                read_to = 0 if item.family is Family.SETTLE else read_to
+            elif item.family is Family.FACTS or item.sequence > read_to:
+                screen.show(item)
+            counters = subscriber.counters()
+            unread = sum(counters.get(name, 0) for name in ("malformed", "unknown_kind", "wrong_subject"))
+            screen.skipped = past + unread
+            screen.say_skipped()
