@@ -47,7 +47,7 @@ _PING_S, _PINGS_MISSED = 3, 2  # a half-open connection is found within ten seco
 _PENDING_MAX_BYTES = 8 << 20  # eight of the largest messages; the client's own 2 MiB hold two
 _DRAIN_S = 5
 _ANSWERS_MAX = 64  # in progress at once: as many as a destination runs transfers; more requests wait their turn
-_QUEUED_MAX_MESSAGES, _QUEUED_MAX_BYTES = 8_192, 64 << 20  # beyond it a slow handler's messages drop, counted
+_QUEUED_MAX, _QUEUED_MAX_BYTES = 8_192, 64 << 20  # beyond it a slow handler's messages drop, counted
 _PULL_ENDED = frozenset({"404", "408"})  # nothing there; the wait is over
 
 
@@ -313,14 +313,11 @@ class NatsBus:
         subscribing = client.subscribe(
             route.subject,
             cb=route.on_message,
-            pending_msgs_limit=_QUEUED_MAX_MESSAGES,
+            pending_msgs_limit=_QUEUED_MAX,
             pending_bytes_limit=_QUEUED_MAX_BYTES,
         )
-        try:
-            route.active = await self._call(subscribing)
-            await self._call(client.flush(), CALL_S)  # until then the server may not know of it
-        except TimeoutError as error:
-            raise BusError("the broker did not confirm a subscription in time", subject=route.subject) from error
+        route.active = await self._call(subscribing)
+        await self._call(client.flush())  # until then the server may not know of it
 
     async def _drop_route(self, route: _Route) -> None:
         if route in self._routes:
@@ -391,16 +388,8 @@ class NatsBus:
 
 def _delivery(message: Msg) -> Delivery:
     headers = message.headers or {}
-    return Delivery(
-        message.subject,
-        message.data,
-        _number(headers.get("Nats-Sequence")),
-        _number(headers.get("Nats-Last-Sequence")),
-    )
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() else 0
+    sequence, last = (guards.number(headers.get(name)) for name in ("Nats-Sequence", "Nats-Last-Sequence"))
+    return Delivery(message.subject, message.data, sequence, last)
 
 
 def _fetched(message: Msg) -> Fetched:

@@ -114,6 +114,11 @@ def check_key(key: str) -> None:
         raise ValueError(f"bucket key must be an escaped name (kvbus.topics.escape), got {key[:80]!r}")
 
 
+def number(text: str | None) -> int:
+    """Return what a broker's header counts, 0 where it is missing or no number."""
+    return int(text) if text and text.isascii() and text.isdigit() else 0
+
+
 def jittered(low_s: float, high_s: float) -> float:
     """Return a delay between two bounds."""
     return _JITTER.uniform(low_s, high_s)

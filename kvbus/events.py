@@ -6,14 +6,12 @@ unknown kind is skipped and counted, an unknown major version is refused, anythi
 little-endian bytes, so that a thousand facts cost microseconds rather than milliseconds to decode.
 """
 
-import sys
-from array import array
-from collections.abc import Iterable
 from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, ValidationError, model_validator
 
 from kvbus.codec import pack, unpack
+from kvbus.columns import column, from_column
 from kvbus.errors import PeerError
 from kvbus.parts import (
     REQUEST_LENGTH_MAX_BYTES,
@@ -36,7 +34,15 @@ from kvbus.parts import (
     VerdictWord,
 )
 
-__all__ = ["REQUEST_LENGTH_MAX_BYTES", "Message", "ProcessIdentity", "Prompt", "ReaderKey"]  # offered here as well
+__all__ = [
+    "REQUEST_LENGTH_MAX_BYTES",
+    "Message",
+    "ProcessIdentity",
+    "Prompt",
+    "ReaderKey",
+    "column",
+    "from_column",
+]  # offered here as well
 
 PartyRow = Annotated[tuple[Name, Epoch, Rank, Count], Field(strict=False)]
 """Member, epoch, rank and ticket of one party; each checked, since msgpack gives lists where tuples were packed."""
@@ -392,22 +398,3 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in problem["loc"]) or "event"
     return f"{where}: {problem['msg']}"[:300]
-
-
-def column(values: Iterable[int], width_bytes: Literal[2, 4, 8]) -> bytes:
-    """Return unsigned integers as a little-endian column; OverflowError where one does not fit."""
-    packed = array({2: "H", 4: "I", 8: "Q"}[width_bytes], values)
-    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def from_column(data: bytes, width_bytes: Literal[2, 4, 8]) -> tuple[int, ...]:
-    """Return the integers of a little-endian column; PeerError where its length is no multiple of the width."""
-    if len(data) % width_bytes:
-        raise PeerError("column length is not a multiple of its width", length_bytes=len(data), width_bytes=width_bytes)
-    packed = array({2: "H", 4: "I", 8: "Q"}[width_bytes])
-    packed.frombytes(data)
-    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs the tests
-        packed.byteswap()
-    return tuple(packed)

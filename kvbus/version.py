@@ -1,3 +1,3 @@
-"""This package's version, as instances tell it to each other."""
+"""The version of this package, as instances tell it to each other."""
 
 VERSION = "0.1.0"

@@ -23,6 +23,7 @@ WORDS = (
     "kvbus.events",
     "kvbus.events_*",
     "kvbus.names",
+    "kvbus.columns",
     "kvbus.version",
     "kvbus.parts",
     "kvbus.grants",

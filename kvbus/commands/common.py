@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from kvbus.bus import NatsBus
+from kvbus.bus_assets import AssetLimits
 from kvbus.config import discover
 from kvbus.errors import KvbusError
 from kvbus.topics import Topics
@@ -56,12 +57,12 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(function)
 
 
-async def connect(nats_url: str, token: str, prefix: str, *, name: str) -> NatsBus:
+async def connect(nats_url: str, token: str, prefix: str, *, name: str, limits: AssetLimits | None = None) -> NatsBus:
     """Connect to the named broker, or to the one that `kvbus up` runs here."""
     if not nats_url:
         nats_url, found = discover()
         token = token or found
-    return await NatsBus.connect(nats_url, name=name, token=token or None, topics=Topics(prefix))
+    return await NatsBus.connect(nats_url, name=name, token=token or None, topics=Topics(prefix), limits=limits)
 
 
 def console(*, as_json: bool) -> Console:

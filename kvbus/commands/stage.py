@@ -15,6 +15,7 @@ from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console,
 from kvbus.errors import ConfigError
 from kvbus.events import TransferOutcome, TransferStep
 from kvbus.publisher import Publisher, TransferHandle, Verdict
+from kvbus.roles.registry import lookup
 from kvbus.subscriber import Seen, Subscriber
 from kvbus.topics import Topics
 
@@ -81,6 +82,10 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if not await lookup(bus, str(request["destination"])):
+            screen.print(
+                f"[yellow]no worker of {request['destination']} is registered: the request waits in its queue[/]"
+            )
         async with followed(bus, topics, handle, screen):
             verdict = await handle.verdict()
             outcome = await handle.outcome(budget_s + SLACK_S) if verdict.hopeful else None

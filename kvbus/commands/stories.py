@@ -227,9 +227,7 @@ class _Teller:
             return LeaseTold(life, returned=False, out="its return failed, so its lender stopped and retains it")
         if self._index.later_run(life.key):
             member = f"{life.key.instance}/{life.key.member}"
-            return LeaseTold(
-                life, returned=False, out=f"its process ended first: {member} has run anew, its pool empty"
-            )
+            return LeaseTold(life, returned=False, out=f"{member} has run anew since, with an empty pool", gone=True)
         if not bits & Fact.ACCESS_ENDED:
             return LeaseTold(life, returned=False, out="no evidence that access has ended is recorded")
         if life.direction == "write" and not bits & Fact.SETTLED and not self._decided & {"settle", "void"}:

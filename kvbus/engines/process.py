@@ -124,8 +124,8 @@ class EngineServer:
             try:
                 self._serve_one(handler, job)
             except EngineError as error:
-                # The reader notices a closed worker too, and then ends this queue; a hung one is not worth a loop.
-                complain(str(error))
+                if not self._worker.closed.is_set():  # a worker that closed is this process's ordinary end
+                    complain(str(error))
 
     def _serve_one(self, handler: Callable[[Job], None], job: Job) -> None:
         try:
@@ -134,6 +134,8 @@ class EngineServer:
             self._worker.finish(job, "error", kind="refused", text="cancelled on request")
         except PeerError as error:
             self._worker.finish(job, "error", kind="refused", text=str(error))
+        except EngineError as error:  # the worker refused a call or is gone; in the latter case so is the next line
+            self._worker.finish(job, "error", kind="failed", text=str(error))
         except Exception as error:  # foreign code: a model may raise anything, and the next prompt may work
             traceback.print_exc()
             self._worker.finish(job, "error", kind="failed", text=f"{type(error).__name__}: {error}"[:_TEXT_MAX])

@@ -138,28 +138,7 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         watch=base.watch,
         clock=time.monotonic,
     )
-    asker = Asker(
-        bus=base.bus,
-        topics=base.topics,
-        recorder=base.recorder,
-        pause_s=settings.limits.release_retry_s,
-        clock=time.monotonic,
-    )
-    gate = AdmissionGate(
-        instance=settings.instance,
-        source_allow=settings.limits.source_allow,
-        inflight_max=settings.limits.inflight_max,
-        dedup_ttl_s=settings.limits.dedup_ttl_s,
-        entries_max=settings.limits.dedup_entries_max,
-    )
-    destination = Destination(
-        side=_reader_side(base, pool, rounds, asker),
-        gate=gate,
-        bus=base.bus,
-        topics=base.topics,
-        tokenizer=port,
-        wall_s=time.time,
-    )
+    asker, gate, destination = _destination(base, port, pool, rounds)
     rounds.follow(destination)
     intake = Intake(
         bus=base.bus,
@@ -181,6 +160,35 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
     )
     parts = Parts(pool, rounds, plane, lending, source, destination, asker, gate, intake, presence)
     return parts
+
+
+def _destination(
+    base: Base, port: EnginePort, pool: PoolSide, rounds: Rounds
+) -> tuple[Asker, AdmissionGate, Destination]:
+    limits = base.settings.limits
+    asker = Asker(
+        bus=base.bus,
+        topics=base.topics,
+        recorder=base.recorder,
+        pause_s=limits.release_retry_s,
+        clock=time.monotonic,
+    )
+    gate = AdmissionGate(
+        instance=base.settings.instance,
+        source_allow=limits.source_allow,
+        inflight_max=limits.inflight_max,
+        dedup_ttl_s=limits.dedup_ttl_s,
+        entries_max=limits.dedup_entries_max,
+    )
+    destination = Destination(
+        side=_reader_side(base, pool, rounds, asker),
+        gate=gate,
+        bus=base.bus,
+        topics=base.topics,
+        tokenizer=port,
+        wall_s=time.time,
+    )
+    return asker, gate, destination
 
 
 def _data_plane(base: Base, pool: PoolSide) -> tuple[UcxPlane | None, Backend, PoolAccess]:

@@ -4,7 +4,7 @@ import contextlib
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.codec import MESSAGE_LENGTH_MAX_BYTES, pack, unpack
@@ -22,12 +22,14 @@ plain = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=8), plain, max_size=6))
 def test_a_map_of_plain_values_comes_back(document: dict[str, object]) -> None:
     assert unpack(pack(document)) == document
     assert unpack(memoryview(pack(document))) == document
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_a_map_or_a_peer_error(data: bytes) -> None:
     with contextlib.suppress(PeerError):

@@ -44,15 +44,14 @@ def test_pages_rewritten_midway_are_not_delivered_and_others_are(maker: Maker) -
     # Planted fault that this catches: counting a segment when its bytes have arrived, without the after-read.
     with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         side.submit(source.grant(ALL), ALL)
-        wait_until(some_bytes_moved(side))
-        source.ask("rewrite", list(range(50, 100)))
+        # At this rate a segment has 8 pages: the first is verified by then, and the second is in its middle.
+        wait_until(lambda: side.bytes_moved() > 11 * PAGE_BYTES)
+        source.ask("rewrite", list(ALL))
         change = side.end_of()
         assert isinstance(change.result, Delivered)
         assert change.result.failure is FailureClass.PAGE_CHANGED
-        assert change.result.arrived[50:] == (False,) * 50
-        assert any(change.result.arrived)
+        assert 0 < check_rows(side, change, ALL, ALL) < 100  # none of those that count has the new bytes
         assert "were rewritten" in change.text
-        check_rows(side, change, ALL, ALL)
 
 
 @EVERY

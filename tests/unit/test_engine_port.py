@@ -326,6 +326,11 @@ async def test_an_engine_of_another_layout_is_refused(worker: Worker, capfd: pyt
     assert "another layout" in capfd.readouterr().err
 
 
+def computed_ticks(pid: int) -> int:
+    """How long a process has computed, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11])
+
+
 def hello_by_hand(path: Path) -> BlockingLink:
     """Attach as an engine from this process, which lives on whatever happens to the socket."""
     about = ToyEngine.load(TOY).describe()
@@ -404,7 +409,7 @@ async def test_an_engine_ends_when_its_workers_socket_closes(worker: Worker) -> 
         await prefill
     assert await asyncio.to_thread(process.wait, 10) == 0
     await until(lambda: worker.desk.gone == 1, what="the engine's process is known to have ended")
-    await worker.start_engine()
+    await worker.start_engine(options=SLOW)
 
 
 @pytest.mark.slow
@@ -412,6 +417,8 @@ async def test_an_engine_that_cannot_stop_computing_ends_all_the_same(worker: Wo
     process = await worker.start_engine(options=TOY | {"work_rounds": 1_000_000_000})  # minutes for one token
     prefill = asyncio.create_task(worker.port.prefill(IDS, ""))
     await until(lambda: worker.desk.pool.statistics().pages.writing == WHOLE, what="the engine fills pages")
+    begun = computed_ticks(process.pid)
+    await until(lambda: computed_ticks(process.pid) > begun + 20, 30, "the engine computes its first token")
     for connection in worker.port._connections:
         connection.hang_up()
     with pytest.raises(EngineError):
@@ -475,13 +482,17 @@ async def test_frames_that_make_no_sense_close_that_connection_only(
 async def test_no_bytes_of_any_kind_end_the_worker(worker: Worker) -> None:
     await worker.start_engine()
     seeded = random.Random(18)
-    for _ in range(60):
-        good = bytearray(CLIENT + raw(op="generate", id=2, text="a prompt", max_tokens=2) + raw(op="stats", id=3))
-        for _ in range(seeded.randint(1, 6)):
-            good[seeded.randrange(len(good))] = seeded.randrange(256)
-        by_hand = BlockingLink.connect(worker.path)
-        by_hand._socket.sendall(good[: seeded.randint(1, len(good))])
-        by_hand.close()
+
+    def send_nonsense() -> None:
+        for _ in range(60):
+            good = bytearray(CLIENT + raw(op="generate", id=2, text="a prompt", max_tokens=2) + raw(op="stats", id=3))
+            for _ in range(seeded.randint(1, 6)):
+                good[seeded.randrange(len(good))] = seeded.randrange(256)
+            by_hand = BlockingLink.connect(worker.path)
+            with closing(by_hand), suppress(OSError):  # the worker may hang up before all was sent
+                by_hand._socket.sendall(good[: seeded.randint(1, len(good))])
+
+    await asyncio.to_thread(send_nonsense)
     await until(lambda: worker.port.statistics().connections == 1, what="all but the engine's connection are closed")
     assert (await generated(worker)).text
 

@@ -259,6 +259,7 @@ def test_reader_keys_that_differ_in_one_field_are_different() -> None:
 # ---------------------------------------------------------------------------------------------------------- columns
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1)), st.sampled_from([2, 4, 8]))
 def test_a_column_comes_back_as_it_went(values: list[int], width: int) -> None:
     assert width in {2, 4, 8}
@@ -283,6 +284,7 @@ def test_a_column_of_a_broken_length_is_refused() -> None:
         from_column(b"abc", 2)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -315,7 +317,7 @@ def decodes_or_is_refused(data: bytes) -> None:
         assert decode(data).header.v == 1
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=300))
 @example(b"")
 @example(b"\xc1")
@@ -335,7 +337,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_value_in_any_field_is_only_ever_refused(data: st.DataObject) -> None:
     whole = unpack(data.draw(st.sampled_from(GOLDEN_FILES)).read_bytes())
@@ -348,7 +350,7 @@ def test_any_value_in_any_field_is_only_ever_refused(data: st.DataObject) -> Non
     decodes_or_is_refused(pack(whole))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_flipped_bytes_are_only_ever_refused_or_another_event(data: st.DataObject) -> None:
     raw = bytearray(data.draw(st.sampled_from(GOLDEN_FILES)).read_bytes())

@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.names import (
@@ -29,6 +29,7 @@ parts = st.dictionaries(st.from_regex(r"\A[a-z]{1,4}\Z"), st.text(max_size=4) | 
 # ------------------------------------------------------------------------------------------------------- page names
 
 
+@settings(deadline=None)
 @given(tokens, tokens, st.integers(1, 8))
 def test_a_longer_prompt_keeps_the_names_of_its_prefix(first: list[int], more: list[int], block: int) -> None:
     # contract 37
@@ -37,6 +38,7 @@ def test_a_longer_prompt_keeps_the_names_of_its_prefix(first: list[int], more: l
     assert longer[: len(names)] == names
 
 
+@settings(deadline=None)
 @given(tokens, st.integers(1, 8))
 def test_each_whole_block_has_one_name_and_a_partial_one_none(ids: list[int], block: int) -> None:
     # contract 34 of the merged path: a partly filled last block must not count as whole
@@ -51,6 +53,7 @@ def test_the_block_boundary_counts_to_the_token(length: int) -> None:
     assert len(page_names(SPACE, range(length), 4)) == length // 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, TOKEN_ID_MAX), min_size=12, max_size=12), st.integers(0, 11))
 def test_a_changed_token_changes_its_block_and_all_after_it(ids: list[int], where: int) -> None:
     # contract 37
@@ -60,6 +63,7 @@ def test_a_changed_token_changes_its_block_and_all_after_it(ids: list[int], wher
     assert [one == two for one, two in zip(before, after, strict=True)] == [n < where // 4 for n in range(3)]
 
 
+@settings(deadline=None)
 @given(parts, parts)
 def test_spaces_that_differ_in_anything_share_no_name(one: dict[str, str | int], other: dict[str, str | int]) -> None:
     # contract 37
@@ -108,6 +112,7 @@ def test_a_block_has_tokens(block: int) -> None:
         page_names(SPACE, [1], block)
 
 
+@settings(deadline=None)
 @given(tokens)
 def test_token_ids_travel_as_little_endian_u32(ids: list[int]) -> None:
     packed = token_bytes(ids)
@@ -158,6 +163,7 @@ def test_messages_do_not_run_into_each_other() -> None:
     assert hash_of(one) != hash_of(other)
 
 
+@settings(deadline=None)
 @given(st.tuples(short, short, short, st.binary(max_size=6)), st.tuples(short, short, short, st.binary(max_size=6)))
 def test_requests_that_differ_anywhere_have_other_hashes(
     one: tuple[str, str, str, bytes], other: tuple[str, str, str, bytes]
@@ -172,6 +178,7 @@ def test_requests_that_differ_anywhere_have_other_hashes(
 # ----------------------------------------------------------------------------------------------------------- epochs
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**32 - 1))
 def test_an_epoch_keeps_its_counter_and_fits_63_bits(counter: int, nonce: int) -> None:
     # P16

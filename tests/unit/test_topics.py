@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import PeerError
@@ -48,12 +48,14 @@ subjects: st.SearchStrategy[Callable[[str], tuple[str, Subject]]] = st.sampled_f
 )
 
 
+@settings(deadline=None)
 @given(subjects, names | awkward)
 def test_what_is_built_is_parsed_back(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     subject, parts = build(name)
     assert TOPICS.parse(subject) == parts
 
 
+@settings(deadline=None)
 @given(subjects, names | awkward)
 def test_a_built_subject_is_legal_whatever_the_name(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     subject, _ = build(name)
@@ -63,6 +65,7 @@ def test_a_built_subject_is_legal_whatever_the_name(build: Callable[[str], tuple
     assert len(subject) < 256
 
 
+@settings(deadline=None)
 @given(subjects, st.text(max_size=80))
 @example(lambda name: (TOPICS.facts(name), Subject(Family.FACTS, name)), "")
 @example(lambda name: (TOPICS.facts(name), Subject(Family.FACTS, name)), "\ud800")
@@ -72,12 +75,14 @@ def test_a_name_that_does_not_fit_cannot_be_built(build: Callable[[str], tuple[s
         build(name)
 
 
+@settings(deadline=None)
 @given(names, names)
 def test_one_name_has_one_token_and_one_token_one_name(one: str, other: str) -> None:
     assert (escape(one) == escape(other)) is (one == other)
     assert unescape(escape(one)) == one
 
 
+@settings(deadline=None)
 @given(st.text(max_size=70) | st.from_regex(r"\A(?:[A-Za-z0-9_-]|=[0-9A-F]{2}){1,24}\Z"))
 @example("=41")
 @example("=FF")
@@ -96,6 +101,7 @@ def test_a_token_is_the_one_form_of_its_name_or_refused(token: str) -> None:
     assert escape(name) == token
 
 
+@settings(deadline=None)
 @given(st.text(max_size=120))
 @example("kv.facts.")
 @example("kv.facts.*")
@@ -113,6 +119,7 @@ def test_arbitrary_text_is_parsed_to_what_builds_it_or_refused(text: str) -> Non
     refused_or_rebuilt(text)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([family.value for family in Family]),
     st.lists(st.text(alphabet="ab.*>=4 1\n_-", max_size=6) | st.sampled_from([HASH, "lease", "stats"]), max_size=3),
@@ -173,6 +180,7 @@ def test_a_prefix_is_one_plain_token(prefix: str) -> None:
         Topics(prefix)
 
 
+@settings(deadline=None)
 @given(st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z"), names)
 def test_another_prefix_is_another_bus(prefix: str, name: str) -> None:
     other = Topics(prefix)

@@ -1,6 +1,6 @@
 """Admission answers each request once; a refusal, a repeat and overload are values, in that order."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.ledger.admission import AdmissionGate, Verdict
@@ -154,6 +154,17 @@ def test_the_same_content_in_other_words_joins_while_it_runs() -> None:
     assert one.same_content("h4", b"last") == "t-h3"
 
 
+def test_the_content_of_a_forgotten_request_is_forgotten_too() -> None:
+    # contract 50
+    one = gate()
+    ask(one, "h1")
+    one.same_content("h1", b"last")
+    one.ended("h1", settled=False)
+    assert one._by_content == {}
+    ask(one, "h1")
+    assert one.same_content("h1", b"last") is None
+
+
 def test_the_content_of_an_unknown_request_is_not_kept() -> None:
     one = gate()
     assert one.same_content("nobody", b"last") is None
@@ -168,6 +179,7 @@ step = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(step, max_size=60), st.integers(0, 3), st.sampled_from([0.0, 2.0, 10.0]), st.integers(1, 4))
 def test_the_counters_add_up_whatever_happens(
     steps: list[tuple[str, str, str]], most: int, ttl_s: float, entries: int

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.ledger.agreement import Agreement, Decision, Party
@@ -144,6 +144,7 @@ def test_decisions_form_one_chain() -> None:
 line = st.tuples(st.integers(0, 2), st.sampled_from([int(Fact.TAKEN), RESULT_ONLY, ENDED]))
 
 
+@settings(deadline=None)
 @given(st.lists(line, max_size=20), st.permutations(range(3)))
 def test_repeats_and_any_order_give_the_same_single_decision(noise: list[tuple[int, int]], order: list[int]) -> None:
     # P17

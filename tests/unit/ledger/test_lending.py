@@ -1,7 +1,7 @@
 """The lender's book: a repeated question never lends twice, and a closed key never lends again."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.ledger import lending
@@ -108,6 +108,7 @@ def test_the_keys_of_one_reader_process_are_those_of_its_epoch() -> None:
     assert book.keys_of("x", "m0", 7) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "close", "forget"]), st.integers(0, 4)), max_size=60))
 def test_a_closed_key_never_lends_again(steps: list[tuple[str, int]]) -> None:
     # P18

@@ -370,7 +370,7 @@ def of_two(moves: set[tuple[Phase, Phase]]) -> set[tuple[Phase, Phase]]:
     }
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(steps)
 def test_whatever_happens_a_transfer_makes_only_the_moves_of_its_table_and_reports_once(
     events: list[tuple[str, int, int]],

@@ -1,0 +1,341 @@
+"""A small town of real parts for whole-worker tests: one broker, workers as processes, and a requester's door.
+
+Each worker is `python -m kvbus worker` with options of its own, so that one town can hold a source with another
+layout, a destination without an allowlist, and one that reads slowly. Every wait has a deadline and waits for a fact.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbus.broker import EmbeddedBroker
+from kvbus.bus import NatsBus
+from kvbus.bus_assets import EMBEDDED
+from kvbus.engines.client import LocalClient, TimedAnswer
+from kvbus.errors import PeerError
+from kvbus.events import Event, Header, StatsAnswered, StatsAsked, TransferOutcome, TransferStep, decode, encode
+from kvbus.parts import Body, OnMiss
+from kvbus.publisher import Publisher, TransferHandle, Verdict
+from kvbus.roles.registry import Registered, lookup
+from kvbus.topics import Query, Topics
+from tests.waiting import until
+
+TOPICS = Topics()
+BLOCK = 32
+PAGE_BYTES = 65536
+FAST: Mapping[str, object] = {"work_rounds": 1}
+"""The toy's options where its own speed does not matter: a thousand tokens cost some 20 ms."""
+READY_S = 60.0
+OUTCOME_S = 60.0
+REST_S = 30.0
+"""A release that the source missed is repeated after at most 10 s; three of those."""
+
+
+def prompt(name: str, blocks: int, *, extra: int = 3) -> list[int]:
+    """The token ids of a prompt that no other name shares: so many whole blocks, and a few tokens more."""
+    pick = random.Random(name)
+    return [pick.randrange(97, 123) for _ in range(BLOCK * blocks + extra)]
+
+
+def as_text(ids: Sequence[int]) -> str:
+    """The text that the toy engine tokenizes into exactly these ids."""
+    return bytes(ids).decode()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started and that it has not buried."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """One worker: its process, what it was started with, and how to reach it."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    socket: Path
+    log: Path
+    arguments: list[str]
+    pids: set[int] = field(default_factory=set)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def engine_pid(self) -> int:
+        """The process of its engine."""
+        (pid,) = children(self.pid)
+        return pid
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it as a power cut would, and see that it is gone."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def client(self) -> LocalClient:
+        return LocalClient(self.socket)
+
+
+@dataclass(slots=True)
+class Town:
+    """The running parts; made by `town()`, which also ends them and checks that nothing is left."""
+
+    folder: Path
+    broker: EmbeddedBroker
+    bus: NatsBus
+    publisher: Publisher
+    workers: dict[str, WorkerProcess] = field(default_factory=dict)
+    registered: dict[str, Registered] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+
+    async def start(
+        self,
+        name: str,
+        *,
+        allow: Sequence[str] = (),
+        engine: str = "toy",
+        options: Mapping[str, object] = FAST,
+        pages: int = 192,
+        backend: str = "ucx",
+        rate_limit_bytes_s: int = 0,
+        inflight_max: int = 4,
+        dedup_ttl_s: float = 300.0,
+    ) -> WorkerProcess:
+        """Start a worker and wait until the registry has it."""
+        arguments = ["--instance", name, "--engine", engine, "--engine-options", json.dumps(dict(options))]
+        arguments += ["--pages", str(pages), "--backend", backend, "--rate-limit", str(rate_limit_bytes_s)]
+        arguments += ["--inflight-max", str(inflight_max), "--dedup-ttl", str(dedup_ttl_s)]
+        arguments += [part for source in allow for part in ("--allow", source)]
+        return await self.start_again(name, arguments)
+
+    async def start_again(self, name: str, arguments: list[str] | None = None) -> WorkerProcess:
+        """Start a worker, with the arguments of the one that it follows unless others are given."""
+        worker = self._spawn(name, arguments or self.workers[name].arguments)
+        self.workers[name] = worker
+        ends_at = time.monotonic() + READY_S
+
+        async def ready() -> bool:
+            if not worker.alive:
+                raise AssertionError(f"worker {name} ended: {worker.log.read_text()[-2000:]}")
+            for one in await lookup(self.bus, name):
+                if one.record.process.pid == worker.pid:
+                    self.registered[name] = one
+                    return True
+            return False
+
+        await until(ready, ends_at - time.monotonic(), what=f"worker {name} is registered")
+        worker.pids = {worker.pid, *children(worker.pid)}
+        self.started |= worker.pids
+        return worker
+
+    def _spawn(self, name: str, arguments: list[str]) -> WorkerProcess:
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvbus", "worker", "--run-dir", str(self.folder / "run"), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "KVBUS_NATS_URL": self.broker.url, "KVBUS_NATS_TOKEN": self.broker.token},
+            )
+        return WorkerProcess(name, process, self.folder / "run" / f"{name}.m0.sock", log, arguments)
+
+    # ------------------------------------------------------------------------------------------------- what one asks
+
+    async def ask(
+        self,
+        ids: str | Sequence[int],
+        *,
+        source: str = "a",
+        destination: str = "b",
+        on_miss: OnMiss = "prefill",
+        budget_s: float = 30.0,
+        salt: str = "",
+    ) -> TransferHandle:
+        """Ask for a transfer; returns once the request is queued."""
+        return await self.publisher.transfer(
+            source=source, destination=destination, prompt=ids, on_miss=on_miss, budget_s=budget_s, salt=salt
+        )
+
+    async def stage(
+        self,
+        ids: str | Sequence[int],
+        *,
+        source: str = "a",
+        destination: str = "b",
+        on_miss: OnMiss = "prefill",
+        budget_s: float = 30.0,
+    ) -> TransferOutcome:
+        """Ask for a transfer that is taken on, and return how it ended."""
+        handle = await self.ask(ids, source=source, destination=destination, on_miss=on_miss, budget_s=budget_s)
+        verdict = await handle.verdict(OUTCOME_S)
+        assert verdict.verdict == "accepted", verdict
+        outcome = await handle.outcome(OUTCOME_S)
+        assert outcome is not None, "no outcome came"
+        return outcome
+
+    async def verdict(self, ids: str | Sequence[int], *, source: str = "a", destination: str = "b") -> Verdict:
+        """Ask for a transfer, and return only what the destination says to it at first."""
+        handle = await self.ask(ids, source=source, destination=destination)
+        return await handle.verdict(OUTCOME_S)
+
+    async def answer(
+        self, name: str, ids: Sequence[int], *, store: bool = False, reuse: bool = True, max_tokens: int = 8
+    ) -> TimedAnswer:
+        """Have an instance answer a prompt."""
+
+        def generate() -> TimedAnswer:
+            with self.workers[name].client() as client:
+                return client.generate(ids=ids, max_tokens=max_tokens, store=store, reuse=reuse)
+
+        return await asyncio.to_thread(generate)
+
+    async def cold(self, name: str, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that an instance gives to a prompt by computing all of it."""
+        answer = await self.answer(name, ids, reuse=False)
+        assert answer.end.cached_tokens == 0
+        return answer.end.tokens
+
+    async def held(self, name: str, ids: Sequence[int]) -> int:
+        """How many leading blocks of a prompt an instance holds."""
+
+        def ask() -> int:
+            with self.workers[name].client() as client:
+                return client.held(ids)
+
+        return await asyncio.to_thread(ask)
+
+    async def evict(self, name: str, ids: Sequence[int]) -> int:
+        """Have an instance forget a prompt."""
+
+        def ask() -> int:
+            with self.workers[name].client() as client:
+                return client.evict(ids)
+
+        return await asyncio.to_thread(ask)
+
+    # ------------------------------------------------------------------------------------------------ what one hears
+
+    def header(self, body: Body, *, speaker: str = "tester", member: str = "", epoch: int = 0) -> Header:
+        """A header for a message of the test's own."""
+        number = random.SystemRandom().randrange(1, 2**62)
+        return Header(k=body.KIND, i=speaker, m=member, e=epoch, s=number, t=time.time_ns())
+
+    def encoded(self, body: Body, *, speaker: str = "tester", member: str = "", epoch: int = 0) -> bytes:
+        """A message of the test's own, as it should be."""
+        return encode(self.header(body, speaker=speaker, member=member, epoch=epoch), body)
+
+    async def stats(self, name: str) -> dict[str, int]:
+        """An instance's counters, asked over the bus."""
+        data = await self.bus.request(TOPICS.query(name, Query.STATS), self.encoded(StatsAsked()), wait_s=10)
+        assert isinstance(data, bytes), f"{name} does not answer: {data}"
+        body = decode(data).body
+        assert isinstance(body, StatsAnswered)
+        return {key: int(value) for key, value in body.counters.items()}
+
+    async def events(self, name: str, *, settle: bool = False) -> list[Event]:
+        """What an instance has reported so far: its facts stream, or its settle log."""
+        subject = TOPICS.settle(name) if settle else TOPICS.facts(name)
+        return [decode(delivery.data) for delivery in await self.bus.history(subject)]
+
+    async def step(self, name: str, ids_hash: str, step: str, deadline_s: float = 30.0) -> TransferStep:
+        """Wait until a request's transfer has reached a step, as the facts tell."""
+        found: list[TransferStep] = []
+
+        async def reached() -> bool:
+            for event in await self.events(name):
+                body = event.body
+                if isinstance(body, TransferStep) and body.step == step and body.request_hash == ids_hash:
+                    found.append(body)
+            return bool(found)
+
+        await until(reached, deadline_s, what=f"{name} reports step {step}")
+        return found[-1]
+
+    async def at_rest(self, *names: str, deadline_s: float = REST_S) -> None:
+        """Wait until nothing is lent, written, held back or owed at these instances: all of the pool is back."""
+        for name in names or tuple(name for name, worker in self.workers.items() if worker.alive):
+            last: dict[str, int] = {}
+
+            async def idle(name: str = name, last: dict[str, int] = last) -> bool:
+                last.update(await self.stats(name))
+                owed = ("pages_writing", "pages_quarantined", "leases_held", "leases_retained")
+                owed += ("releases_unconfirmed", "transfers_running", "inflight")
+                whole = last["pages_free"] + last["pages_cached"] == last["pages"]
+                return whole and not any(last[counter] for counter in owed)
+
+            try:
+                await until(idle, deadline_s)
+            except AssertionError as error:
+                raise AssertionError(f"{name} is not at rest after {deadline_s:g} s: {last}") from error
+
+    # ----------------------------------------------------------------------------------------------------------- end
+
+    async def stop(self) -> None:
+        """End the workers as an operator would, then the broker; nothing that they started may live on."""
+        for worker in self.workers.values():
+            self.started |= {worker.pid, *children(worker.pid)}
+            if worker.alive:
+                worker.signal(signal.SIGCONT)
+                worker.signal(signal.SIGTERM)
+        try:
+            await until(lambda: not any(worker.alive for worker in self.workers.values()), 40, what="workers have ended")
+        finally:
+            for worker in self.workers.values():
+                worker.kill()
+            await self.publisher.close()
+            await self.bus.close()
+            await self.broker.stop()
+        await until(lambda: not any(map(is_alive, self.started)), what="no process of the town is left")
+
+
+@asynccontextmanager
+async def town(folder: Path) -> AsyncIterator[Town]:
+    """A broker and a requester; the workers are the test's to start."""
+    broker = EmbeddedBroker(folder / "broker")
+    await broker.start()
+    bus = await NatsBus.connect(broker.url, name="tester", token=broker.token, topics=TOPICS, limits=EMBEDDED)
+    await bus.ensure_assets()
+    publisher = await Publisher(bus=bus, topics=TOPICS).__aenter__()
+    built = Town(folder, broker, bus, publisher)
+    try:
+        yield built
+    finally:
+        await built.stop()
+
+
+def readable(data: bytes) -> bool:
+    """Whether these bytes are an event that this version takes."""
+    try:
+        decode(data)
+    except PeerError:
+        return False
+    return True
