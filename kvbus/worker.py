@@ -20,7 +20,7 @@ from typing import IO, Self
 from kvbus.config import WorkerSettings
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
-from kvbus.errors import BusError, ConfigError
+from kvbus.errors import ConfigError
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S
 from kvbus.pool.layout import PageLayout
@@ -43,9 +43,6 @@ ENGINE_RESTARTS_MAX = 3
 """An engine that died three times will die a fourth time; then somebody has to look."""
 STOP_BUDGET_S = 5.0
 """For each part of the shutdown: transfers, leases, the outbox. What is not evident by then stays mapped until exit."""
-
-NO_SUCH_STREAM = 10059
-"""JetStream's own number for a stream that does not exist; buckets are streams."""
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +119,7 @@ class Worker:
             topics = Topics(self.settings.prefix)
             if self.settings.make_assets:
                 await self.bus.ensure_assets()
-            epoch = await self._epoch()
+            epoch = await next_epoch(self.bus, self.settings.instance, self.settings.member)
             base = self._make_base(topics, epoch)
             self._watch_parent(base)
             await self._open_port(base)
@@ -143,14 +140,6 @@ class Worker:
                 await self._close(base, tasks)
 
     # -------------------------------------------------------------------------------------------------------- start
-
-    async def _epoch(self) -> int:
-        try:
-            return await next_epoch(self.bus, self.settings.instance, self.settings.member)
-        except BusError as error:
-            if error.details.get("code") == NO_SUCH_STREAM:
-                raise ConfigError("this broker has no kvbus streams and buckets yet: run `kvbus init` once") from error
-            raise
 
     def _make_base(self, topics: Topics, epoch: int) -> Base:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import AssetLimits
 from kvbus.config import discover
-from kvbus.errors import KvbusError
+from kvbus.errors import BusError, KvbusError
 from kvbus.topics import Topics
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,6 +22,8 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 """The command could not run: the sentence on stderr says what to do. Click uses the same status for wrong options."""
 EXIT_INTERRUPTED = 130
+NO_SUCH_STREAM = 10059
+"""JetStream's own number for a stream that does not exist; buckets are streams."""
 
 
 def run(command: click.Command) -> int:
@@ -33,6 +35,11 @@ def run(command: click.Command) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except BusError as error:
+        missing = error.details.get("code") == NO_SUCH_STREAM
+        told = "this broker has no kvbus streams and buckets yet: run `kvbus init` once" if missing else str(error)
+        click.echo(f"kvbus: {told}", err=True)
+        return EXIT_CONFIG
     except KvbusError as error:
         click.echo(f"kvbus: {error}", err=True)
         return EXIT_CONFIG

@@ -91,7 +91,10 @@ class Lease(Protocol):
         """Return (restart floor, usable until) in blocks if exactly these rows arrive; changes nothing."""
 
     def release(self) -> None:
-        """Give the pages back. Unmarked or unarrived rows become free pages, arrived rows become content."""
+        """Give the pages back: arrived rows become content, other marked rows free pages.
+
+        A write lease whose view was seen and that was not marked keeps its pages out of use until it is (contract 18).
+        """
 
 
 class Lender(Protocol):

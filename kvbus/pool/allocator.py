@@ -115,7 +115,7 @@ class PageAllocator:
         self._counts[_FREE] -= len(taken)
         self._counts[_WRITING] += count
         self._evictions += len(evicted)
-        taken += evicted
+        taken = sorted(taken + evicted)  # in ascending order neighbours stay neighbours, and are read as one run
         states = self._states
         for page in taken:
             states[page] = _WRITING

@@ -296,7 +296,7 @@ async def test_a_killed_engine_fails_what_waits_gives_back_what_it_held_and_may_
     with worker.port.generate(Prompt(text="y" * 64), max_tokens=1000) as generation:
         assert isinstance(await anext(generation), Token)
         process.send_signal(signal.SIGKILL)
-        with pytest.raises(EngineError, match="closed its socket, or its process ended"):
+        with pytest.raises(EngineError, match="process ended"):
             await rest_of(generation)
     await until(lambda: worker.desk.gone == 1, what="the engine's process is known to have ended")
     worker.desk.check_nothing_held()
@@ -383,7 +383,7 @@ async def test_pages_that_a_killed_engine_was_still_filling_are_free_and_named_b
     prefill = asyncio.create_task(worker.port.prefill(IDS, ""))
     await until(lambda: worker.desk.pool.statistics().pages.writing == WHOLE, what="the engine fills pages")
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(EngineError, match="closed its socket, or its process ended"):
+    with pytest.raises(EngineError, match="process ended"):
         await prefill
     await until(lambda: worker.desk.gone == 1, what="the engine's process is known to have ended")
     worker.desk.check_nothing_held()
