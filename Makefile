@@ -72,7 +72,7 @@ format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 bench: setup ## run every benchmark; each prints ratios measured side by side in one run
-	@found=0; for file in bench/bench_*.py; do \
+	@found=0; for file in bench/*.py; do \
 	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
 	done; \
 	if [ $$found = 0 ]; then echo "there is no benchmark in bench/ yet" >&2; exit 1; fi

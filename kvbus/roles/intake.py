@@ -160,7 +160,12 @@ class Intake:
     # ------------------------------------------------------------------------------------------------ request-reply
 
     async def _on_lease(self, delivery: Delivery) -> bytes:
-        return await self._source.answer(self._decoded(delivery))
+        event = self._decoded(delivery)
+        try:
+            return await self._source.answer(event)
+        except PeerError:
+            self.statistics.misplaced += 1
+            raise
 
     async def _on_urgent(self, delivery: Delivery) -> bytes:
         event = self._decoded(delivery)

@@ -32,8 +32,9 @@ async def test_prefill_has_the_source_compute_what_it_lacks_and_keeps_it_there(p
     await pair.at_rest()
 
 
-async def test_prefill_says_that_the_source_computes(pair: Town) -> None:
-    outcome = await pair.stage(prompt("says", 60))
+async def test_a_transfer_reports_its_steps_in_order(pair: Town) -> None:
+    outcome = await pair.stage(prompt("steps", 60))
+    await pair.step("b", outcome.request_hash, "access_ended")
 
     steps = [event.body for event in await pair.events("b") if isinstance(event.body, TransferStep)]
     names = [step.step for step in steps if step.transfer == outcome.transfer]

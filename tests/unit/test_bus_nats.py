@@ -153,6 +153,24 @@ async def test_a_client_that_was_closed_for_good_is_replaced_with_its_subscripti
     assert await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=0.1) == []
 
 
+async def test_a_client_that_closed_while_the_broker_is_away_is_replaced_once_it_is_back(
+    bus: NatsBus, broker: EmbeddedBroker
+) -> None:
+    heard: list[bytes] = []
+
+    async def hear(delivery: Delivery) -> None:
+        heard.append(delivery.data)
+
+    await bus.subscribe(TOPICS.live_facts(), hear)
+    client = bus._link.client
+    broker.kill()
+    await client.close()
+    await until(lambda: not bus.health().connected)
+    await broker.start()
+    await until(partial(stored, bus, "kv.facts.a", "x"), 20)
+    await until(lambda: heard == [b"x"])
+
+
 async def test_a_request_in_flight_when_the_broker_dies_ends_as_late(bus: NatsBus, broker: EmbeddedBroker) -> None:
     asked = asyncio.Event()
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvbus.codec import pack
 from kvbus.engines.base import End, Prefilled, Token
-from kvbus.engines.calls import Generation
+from kvbus.engines.calls import Call, Generation
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.engines.desk import Refusal
 from kvbus.engines.link import BlockingLink, EngineError, EngineRefusedError, Frame
@@ -389,6 +389,45 @@ async def test_pages_that_a_killed_engine_was_still_filling_are_free_and_named_b
     worker.desk.check_nothing_held()
     pages = worker.desk.pool.statistics().pages
     assert (pages.free, pages.cached) == (64, 0)
+
+
+@pytest.mark.contract("P9")
+async def test_a_prefill_that_comes_too_late_for_its_caller_is_released(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    await worker.port.start()
+    engine = hello_by_hand(worker.path)
+    await asyncio.to_thread(next_frame, engine)
+    waiting = asyncio.create_task(worker.port.prefill(IDS, "", budget_s=0.05))
+    asked = await asyncio.to_thread(next_frame, engine)
+    engine.send("match", 1, ids=asked["ids"], salt="")
+    matched = await asyncio.to_thread(next_frame, engine)
+    with pytest.raises(EngineError, match="within the time"):
+        await waiting
+    cancel = await asyncio.to_thread(next_frame, engine)
+    assert (cancel["op"], cancel["target"]) == ("cancel", asked["id"])
+    assert worker.desk.stats()["handles"] == 1
+    late: Frame = {"handle": matched["handle"], "blocks": 0, "computed_tokens": 0, "cached_tokens": 0, "refused": ""}
+    engine.send("reply", int(str(asked["id"])), **late)
+    await until(lambda: worker.desk.stats()["handles"] == 0, what="the handle is released")
+    engine.close()
+    await worker.port.close(budget_s=0.05)
+
+
+@pytest.mark.contract("P9")
+async def test_a_prefill_that_came_just_as_its_caller_left_is_given_back() -> None:
+    unclaimed: list[Frame] = []
+    call = Call(
+        1,
+        "prefill",
+        frames_max=1,
+        ends_at=0.0,
+        on_cancel=lambda _call: pytest.fail("a call that is over is not cancelled"),
+        on_unclaimed=lambda _call, frame: unclaimed.append(frame),
+    )
+    assert call.arrive({"op": "reply", "id": 1, "handle": 5})
+    call.leave()
+    call.leave()
+    assert [frame["handle"] for frame in unclaimed] == [5]
 
 
 async def test_an_engine_ends_when_its_worker_says_stop(tmp_path: Path) -> None:
