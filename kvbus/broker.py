@@ -208,7 +208,8 @@ class EmbeddedBroker:
             if port := self._listening_port():
                 self.port = port
                 try:
-                    await asyncio.wait_for(self._probe(), ends_at - loop.time())
+                    async with asyncio.timeout(ends_at - loop.time()):
+                        await self._probe()
                     return
                 except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
                     last = repr(error)

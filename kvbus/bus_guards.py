@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvbus.errors import BusError, ConfigError
@@ -131,19 +131,23 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{host}" if host else url
 
 
-async def within(awaitable: Awaitable[T], budget_s: float) -> T:
-    """Await with a hard bound; TimeoutError past it.
+_GIVEN_UP: set["asyncio.Future[Any]"] = set()
+"""Calls under way: the loop keeps only weak references to tasks. As many as there are callers, and no more."""
 
-    Unlike asyncio.wait_for this does not wait for a callee that swallows its cancellation (the client's flush does),
-    and a callee that the client itself cancelled, because it was closed, is a BusError, not a cancellation of us.
+
+async def within(awaitable: Awaitable[T], budget_s: float) -> T:
+    """Await a call of the client with a hard bound; TimeoutError past it.
+
+    The call itself is never cancelled: the client would later set the result of a cancelled future, and its read loop
+    would die of that. A call that is given up runs on by the client's own time limits, and ends at the latest when the
+    client is closed. A callee that the client itself cancelled, because it was closed, is a BusError.
     """
     task = asyncio.ensure_future(awaitable)
+    if not task.done():
+        _GIVEN_UP.add(task)
+        task.add_done_callback(_GIVEN_UP.discard)
     task.add_done_callback(_take_note)
-    try:
-        await asyncio.wait({task}, timeout=budget_s)
-    finally:
-        if not task.done():
-            task.cancel()
+    await asyncio.wait({task}, timeout=budget_s)
     if not task.done():
         raise TimeoutError
     if task.cancelled():

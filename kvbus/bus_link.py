@@ -110,7 +110,8 @@ class Link(Generic[C]):
     async def _keep(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), _LOOK_EVERY_S)
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._lost.wait()
             self._lost.clear()
             if self._is_lost():
                 await self._replace()

@@ -68,6 +68,7 @@ class TransferHandle:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._outcome: asyncio.Future[TransferOutcome | None] = asyncio.get_running_loop().create_future()
         self._so_far = Verdict("queued", "the destination has not answered yet")
+        self._transfer = ""
 
     @property
     def request_hash(self) -> str:
@@ -89,16 +90,19 @@ class TransferHandle:
         self._so_far = Verdict("queued", reason)
 
     def hear_verdict(self, verdict: Verdict) -> None:
-        """Take the first verdict; one that leaves no hope ends the wait for an outcome too."""
+        """Take the first verdict; one that leaves no hope ends the wait for an outcome too.
+
+        A later one tells which transfer serves now: a destination that died and came back runs the request anew.
+        """
+        self._transfer = verdict.transfer
         if not self._verdict.done():
             self._verdict.set_result(verdict)
-            if not verdict.hopeful and not self._outcome.done():
-                self._outcome.set_result(None)
+        if not verdict.hopeful and not self._outcome.done():
+            self._outcome.set_result(None)
 
     def hear_outcome(self, outcome: TransferOutcome) -> None:
         """Take the outcome, unless it is that of another transfer of the same prompt."""
-        ours = self._verdict.result().transfer if self._verdict.done() else ""
-        if not self._outcome.done() and ours in {"", outcome.transfer}:
+        if not self._outcome.done() and self._transfer in {"", outcome.transfer}:
             self._outcome.set_result(outcome)
 
 

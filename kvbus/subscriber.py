@@ -7,7 +7,7 @@ has seen. What the log no longer holds is reported as `Lagged`, never passed ove
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ class Subscriber:
         """Return how many events were malformed, of an unknown kind, duplicate, or repaired from history."""
         return dict(self._counts)
 
-    async def facts(self, *, since: int = 0, settle: bool = True) -> AsyncIterator[Seen | Lagged]:
+    async def facts(self, *, since: int = 0, settle: bool = True) -> AsyncGenerator[Seen | Lagged, None]:
         """Yield stored events after sequence `since` of the facts log, then live ones, each once; never ends.
 
         With `settle` the settle log comes too, merged by time in history and by arrival when live. Malformed events
@@ -243,7 +243,8 @@ class _Inbox:
         if not self._queue.empty():
             return self._queue.get_nowait()
         try:
-            return await asyncio.wait_for(self._queue.get(), wait_s)
+            async with asyncio.timeout(wait_s):
+                return await self._queue.get()
         except TimeoutError:
             return None
 

@@ -257,7 +257,8 @@ class Worker:
         while True:
             wait_s = TICK_S / 4 if parts.destination.running else TICK_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
             self._wake.clear()
             self._round(parts)
 
@@ -313,7 +314,8 @@ class Worker:
         while not status.complete and time.monotonic() < deadline:
             parts.rounds.run()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_S / 10)
+                async with asyncio.timeout(TICK_S / 10):
+                    await self._wake.wait()
             self._wake.clear()
             status = holder.shutdown(0.0)
         parts.rounds.run()
@@ -327,7 +329,8 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             engine.terminate()
         try:
-            await asyncio.wait_for(engine.wait(), STOP_BUDGET_S)
+            async with asyncio.timeout(STOP_BUDGET_S):
+                await engine.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 engine.kill()

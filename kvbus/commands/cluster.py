@@ -85,7 +85,9 @@ class Cluster:
         plan = self.plan
         if not plan.nats_url:
             progress("starting the broker")
-            self.broker = EmbeddedBroker(plan.store_dir or self.run_dir / "nats", port=plan.nats_port)
+            binary = os.environ.get("KVBUS_NATS_SERVER")
+            store_dir = plan.store_dir or self.run_dir / "nats"
+            self.broker = EmbeddedBroker(store_dir, port=plan.nats_port, binary=binary)
             await self.broker.start()
         self.bus = await NatsBus.connect(
             self.url,
@@ -180,7 +182,8 @@ class Cluster:
 
 async def _end(worker: asyncio.subprocess.Process) -> None:
     try:
-        await asyncio.wait_for(worker.wait(), STOP_WAIT_S)
+        async with asyncio.timeout(STOP_WAIT_S):
+            await worker.wait()
     except TimeoutError:
         worker.kill()
         await worker.wait()

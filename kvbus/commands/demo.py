@@ -283,7 +283,8 @@ class _Hold:
         while time.monotonic() < deadline:
             self.arrived.clear()
             try:
-                await asyncio.wait_for(self.arrived.wait(), QUIET_S)
+                async with asyncio.timeout(QUIET_S):
+                    await self.arrived.wait()
             except TimeoutError:
                 return
 

@@ -23,6 +23,8 @@ from kvbus.events import (
 from kvbus.ledger.facts import EVIDENCE_BITS, Fact, fact_names
 from kvbus.parts import FactDetailRow
 
+MEMBER_TICKET = 0
+"""Stands in failures that concern a member's binding, peer or lender rather than one lease; holders count from 1."""
 LEASES_MAX = 100_000
 """Leases remembered at a time, as many as a holder is built for; about 1 KiB each. The oldest is forgotten first."""
 
@@ -154,7 +156,8 @@ class LeaseBook:
         """Take a batch of facts in; return what each of its lines adds, failures of other tickets last."""
         failures: dict[int, list[FactDetailRow]] = {}
         for detail in facts.details:
-            failures.setdefault(detail.ticket, []).append(detail)
+            if detail.ticket != MEMBER_TICKET:
+                failures.setdefault(detail.ticket, []).append(detail)
         changes = [
             self._line(LeaseKey.of(header, ticket), rank, bits, (lo, hi), failures.pop(ticket, []))
             for ticket, rank, bits, lo, hi in fact_lines(facts)

@@ -1,5 +1,6 @@
 """The stored logs, read to their present end: facts and settle decisions of all instances, merged by time."""
 
+import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -9,6 +10,10 @@ from kvbus.subscriber import Seen
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus, Delivery
 
+HOLD_BACK_S = 2.0
+"""Members store one event at a time, within milliseconds; this covers the retries of a broker that was away briefly."""
+HOLD_BACK_MAX = 10_000
+"""Two seconds of a busy deployment; beyond it the order is that in which the broker stored."""
 _PAGE = 1_000
 _SEQUENCE_MAX = 1 << 62
 
@@ -37,7 +42,7 @@ class LogReader:
 
         for family, subject_filter in self._filters.items():
             self.last[family] = await self._search(subject_filter, is_late)
-        async for seen in self._merged():
+        async for seen in self._by_time():
             yield seen
 
     async def newest(self, events_max: int) -> AsyncIterator[Seen]:
@@ -45,7 +50,7 @@ class LogReader:
         for family, subject_filter in self._filters.items():
             end = await self._search(subject_filter, lambda _: False)
             self.last[family] = max(0, end - events_max)
-        async for seen in self._merged():
+        async for seen in self._by_time():
             yield seen
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -60,7 +65,20 @@ class LogReader:
         first = await self._bus.history(subject_filter, most=1)
         if not first or is_late(first[0]):
             return 0
-        return await _smallest(late_after, first[0].sequence)
+        return await _smallest(late_after, first[0].sequence - 1)
+
+    async def _by_time(self) -> AsyncIterator[Seen]:
+        """Order by the events' own time what members stored side by side; each event is held back a little for that."""
+        held: list[tuple[int, int, Seen]] = []
+        newest_ns = number = 0
+        async for seen in self._merged():
+            number += 1
+            newest_ns = max(newest_ns, seen.event.header.t)
+            heapq.heappush(held, (seen.event.header.t, number, seen))
+            while held[0][0] < newest_ns - HOLD_BACK_S * 1e9 or len(held) > HOLD_BACK_MAX:
+                yield heapq.heappop(held)[2]
+        while held:
+            yield heapq.heappop(held)[2]
 
     async def _merged(self) -> AsyncIterator[Seen]:
         readers = [self._read(family) for family in self._filters]

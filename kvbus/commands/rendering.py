@@ -23,6 +23,7 @@ STYLES: Mapping[Tone, str] = {
     Tone.SETTLE: "magenta",
     Tone.RETURN: "green",
     Tone.GOOD: "bold green",
+    Tone.WARNING: "yellow",
     Tone.BAD: "red",
 }
 INSTANCE_STYLES = ("bold yellow", "bold cyan", "bold magenta", "bold green", "bold blue")
@@ -42,14 +43,14 @@ class LinePrinter:
         """Print a line: local time, instance, what."""
         header = event.header
         self._width = max(self._width, min(len(header.i), INSTANCE_WIDTH_MAX))
-        head = Text(f"{clock_time(header.t)} ", style="dim")
+        head = Text.assemble((f"{clock_time(header.t)} ", "dim"))
         instance = printable(header.i)[:INSTANCE_WIDTH_MAX]
         head.append(f"{instance:<{self._width}}  ", style=self._instance_style(header.i))
-        self.say(head, _told(line))
+        self.say(head, _told(event, line))
 
     def notice(self, text: str, style: str = "dim") -> None:
         """Print a line of the command's own."""
-        self.say(Text("· ", style=style), Text(text, style=style))
+        self.say(Text.assemble(("· ", style)), Text(printable(text), style=style))
 
     def say(self, head: Text, told: Text) -> None:
         """Print on one line where it fits or where no person looks; else wrap it beside its head."""
@@ -97,12 +98,12 @@ def print_story(console: Console, story: Story) -> None:
 def _story_table(story: Story) -> Table:
     names = {
         Lane.REQUESTER: "requester",
-        Lane.DESTINATION: story.destination or "member",
+        Lane.DESTINATION: story.destination or (story.leases[0].life.key.instance if story.leases else "member"),
         Lane.SOURCE: story.source or "source",
         Lane.DATA_PLANE: "data plane",
     }
     used = {entry.lane for entry in story.entries}
-    lanes = [lane for lane in Lane if lane in used or (story.transfer and lane is not Lane.REQUESTER)]
+    lanes = [lane for lane in Lane if lane in used or story.transfer]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("ms", justify="right", style="dim", no_wrap=True)
     for lane in lanes:
@@ -111,11 +112,11 @@ def _story_table(story: Story) -> Table:
     table.add_column("", overflow="fold")
     for entry in story.entries:
         marks = [Text("●", style=STYLES[entry.line.tone]) if entry.lane is lane else Text("│", "dim") for lane in lanes]
-        table.add_row(f"{entry.after_ns / 1e6:,.1f}", *marks, _told(entry.line, with_transfer=False))
+        table.add_row(f"{entry.after_ns / 1e6:,.1f}", *marks, _told(entry.event, entry.line, with_transfer=False))
     return table
 
 
-def _told(line: Line, *, with_transfer: bool = True) -> Text:
+def _told(event: Event, line: Line, *, with_transfer: bool = True) -> Text:
     style = "dim" if line.is_local else STYLES[line.tone]
     about = line.subject
     if line.subject == "transfer":
@@ -127,7 +128,8 @@ def _told(line: Line, *, with_transfer: bool = True) -> Text:
         told.append(printable(about), style="" if line.is_local else "bold")
         told.append("  " if line.subject == "transfer" else " " if line.lease is not None else ": ")
     told.append(printable(line.text))
-    if line.lease is not None and line.transfer and with_transfer:
+    introduces = isinstance(event.body, LeaseGranted) or line.tone is Tone.BAD
+    if line.lease is not None and line.transfer and with_transfer and introduces:
         told.append(f"  ({printable(line.transfer)})", style="dim")
     return told
 

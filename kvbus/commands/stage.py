@@ -123,12 +123,14 @@ def closing_line(handle: TransferHandle, verdict: Verdict, outcome: TransferOutc
     if outcome is None:
         what = verdict.reason or "no outcome came in time; `kvbus story` may know more"
         return f"{verdict.verdict}: {what} ({handle.request_hash})"
-    moved = f"{outcome.pages_moved} of {outcome.pages_wanted - outcome.pages_held} missing pages"
-    size = f"{outcome.length_bytes / 1e6:.1f} MB in {outcome.move_s * 1e3:.0f} ms"
-    why = f": {outcome.reason}" if outcome.reason else ""
-    total = f"{outcome.total_s:.2f} s in all"
     joined = " (joined an earlier request)" if verdict.verdict == "deduped" else ""
-    return f"{outcome.outcome}{joined}: {moved}, {size}, {total}{why} · kvbus story {outcome.transfer}"
+    why = f": {outcome.reason}" if outcome.reason else ""
+    parts = [f"{outcome.outcome}{joined}{why}"]
+    if outcome.pages_moved:
+        missing = outcome.pages_wanted - outcome.pages_held
+        speed = f"{outcome.length_bytes / 1e6:.1f} MB in {outcome.move_s * 1e3:.0f} ms"
+        parts.append(f"{outcome.pages_moved} of {missing} missing pages, {speed}")
+    return " · ".join([*parts, f"{outcome.total_s:.2f} s", f"kvbus story {outcome.transfer}"])
 
 
 def _document(handle: TransferHandle, verdict: Verdict, outcome: TransferOutcome | None) -> dict[str, object]:

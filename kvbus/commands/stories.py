@@ -4,13 +4,13 @@ What was not recorded is not told: it is named as missing. Nothing is concluded 
 itself recorded: a member that has run under a later epoch has lost the memory of its earlier one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvbus.commands.leases import LeaseBook, LeaseKey, LeaseLife
 from kvbus.commands.trails import Found, Index, LeaseRow, NotFound, hash_of, in_order, keys_of, transfer_of
-from kvbus.commands.wording import Line, counted, duration, lines_of, outcome_text, size
+from kvbus.commands.wording import Line, Tone, counted, duration, lines_of, outcome_text, size
 from kvbus.events import (
     AttemptMade,
     Event,
@@ -145,14 +145,19 @@ class _Teller:
         self._decided: set[str] = set()
         self._outcome: TransferOutcome | None = None
         self._request_id = ""
+        self._asked = False
 
     def tell(self, ordered: Sequence[Event]) -> Story:
         """Go through the events once, keep what belongs here, and see what is not there."""
         ours = [event for event in ordered if self._belongs(event)]
         began_ns = ours[0].header.t if ours else 0
-        told = [(event, line) for event in ours for line in lines_of(event, self._book, only=self._keys)]
         for event in ours:
             self._note(event)
+        told = [
+            (event, line)
+            for event in ours
+            for line in (*self._requested(event), *lines_of(event, self._book, only=self._keys))
+        ]
         lives = sorted((life for life in self._book.lives() if life.key in self._keys), key=_writes_first)
         source, destination = self._parties(lives)
         entries = tuple(
@@ -195,11 +200,13 @@ class _Teller:
             case TransferOpened() | SettleDecided() | SettleVoided():
                 self._decided.add(body.KIND)
             case TransferRequested():
-                self._request_id = body.request_id
+                self._asked, self._request_id = True, body.request_id
             case _:
                 pass
 
     def _parties(self, lives: Sequence[LeaseLife]) -> tuple[str, str]:
+        if not self._found.transfer:
+            return "", ""
         if self._outcome is not None:
             return self._outcome.source, self._outcome.destination
         writes = [life for life in lives if life.direction == "write"]
@@ -208,11 +215,19 @@ class _Teller:
         destination = writes[0].key.instance if writes else reads[0].peer if reads else ""
         return source, destination
 
-    @staticmethod
-    def _lane(event: Event, line: Line, source: str) -> Lane:
+    def _requested(self, event: Event) -> Iterator[Line]:
+        """The request itself has left its queue by now: its id, and the time that it waited, stand with the others."""
         body = event.body
-        if isinstance(body, TransferRequested | TransferVerdict):
+        if isinstance(body, TransferStep) and body.step == "accepted" and self._request_id and not self._asked:
+            waited = f"waited {duration(self._outcome.queue_s)} in the queue" if self._outcome else self._request_id
+            yield Line("request", waited, Tone.STEP, body.transfer)
+
+    def _lane(self, event: Event, line: Line, source: str) -> Lane:
+        body = event.body
+        if isinstance(body, TransferRequested | TransferVerdict) or line.subject == "request":
             return Lane.REQUESTER
+        if not self._found.transfer:
+            return Lane.DESTINATION
         if line.lease is not None and line.lease.instance == source:
             return Lane.SOURCE
         return Lane.DATA_PLANE if isinstance(body, AttemptMade | OutcomeFixed) else Lane.DESTINATION

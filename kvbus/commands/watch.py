@@ -13,6 +13,7 @@ from kvbus.commands.leases import LeaseBook
 from kvbus.commands.logs import LogReader
 from kvbus.commands.rendering import LinePrinter, event_document
 from kvbus.commands.wording import lines_of
+from kvbus.errors import BusError
 from kvbus.subscriber import Lagged, Seen, Subscriber
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
@@ -21,6 +22,8 @@ SINCE_S = 300.0
 """Enough to see what just happened; `--since` reaches as far back as the broker keeps the log, an hour."""
 LEAD_IN_S = 60.0
 """Read before that, without being shown: a transfer lasts 30 s unless told otherwise, so its leases are known then."""
+RETRY_S = 1.0
+"""Between tries to subscribe: the bus itself reconnects within a second or two."""
 
 
 @click.command()
@@ -86,7 +89,11 @@ class Screen:
             print_document({"kind": "lagged", "log": lagged.family.value, "reason": lagged.reason, "lost": lagged.lost})
             return
         what = "events are lost" if lagged.lost else "read again from the log"
-        self.printer.notice(f"{lagged.family.value}: {lagged.reason}; {what}", "bold yellow" if lagged.lost else "dim")
+        self.notice(f"{lagged.family.value}: {lagged.reason}; {what}", "bold yellow" if lagged.lost else "dim")
+
+    def notice(self, text: str, style: str = "dim") -> None:
+        """Print a line of the command's own; among documents on stderr."""
+        self.printer.notice(text, style)
 
     def say_skipped(self) -> None:
         """Say how many events could not be shown, where that has grown."""
@@ -94,7 +101,7 @@ class Screen:
         if new and self.as_json:
             print_document({"kind": "skipped", "events": new})
         elif new:
-            self.printer.notice(f"{new} events skipped: of kinds that this version does not know, or malformed")
+            self.notice(f"{new} events skipped: of kinds that this version does not know, or malformed")
 
 
 async def follow(bus: Bus, topics: Topics, screen: Screen, *, since_ns: int, once: bool) -> None:
@@ -106,17 +113,27 @@ async def follow(bus: Bus, topics: Topics, screen: Screen, *, since_ns: int, onc
     screen.say_skipped()
     if once:
         return
-    if not screen.as_json:
-        screen.printer.notice("history ends here; live from now on, Ctrl-C ends it")
-    read_to = reader.last[Family.SETTLE]
+    screen.notice("history ends here; live from now on, Ctrl-C ends it")
     subscriber = Subscriber(bus, topics)
-    async with aclosing(subscriber.facts(since=reader.last[Family.FACTS])) as items:  # type: ignore[type-var]
+    while True:
+        try:
+            await _live(subscriber, screen, reader.last, past)
+        except BusError as error:  # the broker went away before it knew of the subscription
+            screen.notice(f"{error}; trying again")
+            await asyncio.sleep(RETRY_S)
+
+
+async def _live(subscriber: Subscriber, screen: Screen, last: dict[Family, int], past: int) -> None:
+    """Show what follows on what was seen last; the settle log comes from its beginning, so its past is passed over."""
+    async with aclosing(subscriber.facts(since=last[Family.FACTS])) as items:
         async for item in items:
             if isinstance(item, Lagged):
                 screen.lagged(item)
-                read_to = 0 if item.family is Family.SETTLE else read_to
-            elif item.family is Family.FACTS or item.sequence > read_to:
+                if item.lost:  # its sequences may have started anew
+                    last[item.family] = 0
+            elif item.family is Family.FACTS or item.sequence > last[Family.SETTLE]:
                 screen.show(item)
+                last[item.family] = item.sequence
             counters = subscriber.counters()
             unread = sum(counters.get(name, 0) for name in ("malformed", "unknown_kind", "wrong_subject"))
             screen.skipped = past + unread

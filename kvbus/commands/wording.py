@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbus.commands.leases import LeaseBook, LeaseChange, LeaseKey, LeaseLife, evidence_names
+from kvbus.commands.leases import MEMBER_TICKET, LeaseBook, LeaseChange, LeaseKey, LeaseLife, evidence_names
 from kvbus.events import (
     AttemptMade,
     Event,
@@ -46,6 +46,7 @@ class Tone(StrEnum):
     SETTLE = "settle"
     RETURN = "return"
     GOOD = "good"
+    WARNING = "warning"
     BAD = "bad"
 
 
@@ -66,7 +67,8 @@ def lines_of(event: Event, book: LeaseBook, *, only: Container[LeaseKey] | None 
     body = event.body
     if isinstance(body, FactsSeen):
         changes = book.changes(event.header, body)
-        return [line for change in changes if only is None or change.life.key in only for line in _facts(change)]
+        lines = [line for change in changes if only is None or change.life.key in only for line in _facts(change)]
+        return lines if only is not None else [*lines, *_of_member(body)]
     life = book.note(event)
     if life is not None and only is not None and life.key not in only:
         return []
@@ -110,7 +112,7 @@ def _facts(change: LeaseChange) -> Iterator[Line]:
     if bits & Fact.DELIVERED and life.ended is not None and life.direction == "write":
         words.append(f"{life.ended.arrived}/{counted(len(life.pages), 'block')}")
     if change.bounds:
-        words.append(f"prompt blocks {life.lo}–{life.hi}")
+        words.append(f"bounds {life.lo}–{life.hi}")
     if bits & Fact.RETURNED:
         words.append(f"returned, evidence {', '.join(life.evidence) or 'none'}")
     if not words and not failed:
@@ -119,6 +121,13 @@ def _facts(change: LeaseChange) -> Iterator[Line]:
     text = "; ".join([" · ".join(words), *failed] if words else failed)
     is_local = life.is_local and not (failed and life.granted is None and change.failures[0].peer != "engine")
     yield Line(f"T{life.key.ticket}", text, tone, life.transfer, life.key, is_local)
+
+
+def _of_member(facts: FactsSeen) -> Iterator[Line]:
+    for row in facts.details:
+        if row.ticket == MEMBER_TICKET:
+            peer = f" (peer {row.peer})" if row.peer else ""
+            yield Line("member", f"{_why(row.failure, row.text)}{peer}", Tone.WARNING)
 
 
 def _other(event: Event) -> Line:
@@ -152,11 +161,10 @@ def _other(event: Event) -> Line:
 
 def outcome_text(outcome: TransferOutcome) -> str:
     """Say how a transfer ended, with its bytes and times."""
-    moved = f"{counted(outcome.pages_moved, 'block')} moved"
+    text = f"{outcome.outcome}: {outcome.pages_moved}/{counted(outcome.pages_wanted, 'block')} moved"
     if outcome.pages_held:
-        moved += f", {outcome.pages_held} here before"
-    text = f"{outcome.outcome}: {moved}, of {outcome.pages_wanted}; {size(outcome.length_bytes)} in "
-    text += duration(outcome.total_s)
+        text += f", {outcome.pages_held} here before"
+    text += f", {size(outcome.length_bytes)} in {duration(outcome.total_s)}"
     parts = (("queue", outcome.queue_s), ("grant", outcome.grant_s), ("move", outcome.move_s))
     spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds)
     text += f" ({spent})" if spent else ""

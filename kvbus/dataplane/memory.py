@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvbus.dataplane.reader import Isolation, Outbox, Pace, Pair, Progress
 from kvbus.dataplane.reading import Limits, LocalPool, limits_for, plan
 from kvbus.errors import BackendError, KvbusError, PeerError
+from kvbus.events import ProcessIdentity
 from kvbus.grants import Grant, MemoryAccess
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Change, Order, SubmissionRejectedError
@@ -35,8 +36,8 @@ IDLE_S = 1.0
 JOIN_S = 5.0
 """The thread looks up after each copy; only a stopped machine meets this."""
 
-SourceKey = tuple[str, str, int, int]
-"""Instance, member, epoch and descriptor of a mapped pool."""
+SourceKey = tuple[ProcessIdentity, int, int]
+"""Process, descriptor and epoch of a mapped pool: the process itself, for a name can come back with another one."""
 Copy = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Where to, and where from."""
 
@@ -256,7 +257,7 @@ class MemoryReader:
         offer = grant.memory
         if offer is None:
             raise PeerError("the grant offers no memory access")
-        key = (grant.lender_instance, grant.lender_member, grant.lender_epoch, offer.fd)
+        key = (offer.process, offer.fd, grant.lender_epoch)
         source = self._sources.get(key)
         if source is None:
             self._make_room()

@@ -157,11 +157,12 @@ class Plan:
 
     def _runs(self, rows: tuple[int, ...], run_bytes_max: int) -> Iterator[Run]:
         pool, local, length = self.grant.pool, self.local, self.local.page_bytes
-        source_pages, local_pages = self.source_pages, self.local_pages
+        source_first, source_stride, source_pages = pool.pages_offset, pool.page_stride, self.source_pages
+        local_first, local_stride, local_pages = local.pages_offset, local.page_stride, self.local_pages
         source = place = run = 0  # what waits to be merged with the next page
         for row in rows:
-            from_ = pool.pages_offset + pool.page_stride * source_pages[row]
-            to = local.pages_offset + local.page_stride * local_pages[row]
+            from_ = source_first + source_stride * source_pages[row]
+            to = local_first + local_stride * local_pages[row]
             if run and source + run == from_ and place + run == to and run + length <= run_bytes_max:
                 run += length
                 continue

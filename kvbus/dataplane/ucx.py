@@ -229,11 +229,14 @@ class UcxReader:
         self._close_links(FailureClass.SHUTDOWN, "the reader was shut down")
 
     def _ended(self, link: Link, reading: Reading, evidence: Evidence) -> None:
-        """Tell the source, then the holder; nothing of this attempt can touch a page of either any more (P4)."""
+        """Tell the holder, then the source; nothing of this attempt can touch a page of either any more (P4).
+
+        The holder first: the message is a system call that wakes the source, 0.7 ms on a busy host.
+        """
         del self._running[reading.progress.pair]
+        self._outbox.report(reading.progress.change(evidence))
         grant = reading.progress.plan.grant
         link.send_notice(Notice(grant.reader, grant.nonce))
-        self._outbox.report(reading.progress.change(evidence))
 
     def _forget(self, link: Link) -> None:
         self._stepped.remove(link)

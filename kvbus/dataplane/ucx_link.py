@@ -97,10 +97,10 @@ class Link:
         if self._closing is not None:
             self._finish_close()
             return 0
+        self._collect()
         if self._endpoint.failed:
             self.close(FailureClass.PEER_LOST, "the connection to the source broke")
             return 0
-        self._collect()
         while self._notices and self._notices[0].status() != ucp.IN_PROGRESS:
             self._notices.popleft()
         wait_s = self._post_ready(now) if self._is_up else None
@@ -152,7 +152,7 @@ class Link:
             try:
                 self._post(get)
             except BackendError as error:
-                reading.stop(FailureClass.PEER_LOST, str(error))
+                reading.stop(FailureClass.PEER_LOST, f"the connection to the source broke: {error}")
             if limited:
                 self._pace.spend(get.length_bytes, now)
             readings.rotate(-1)

@@ -51,7 +51,7 @@ class Task(Protocol):
     """Something that the thread drives."""
 
     def step(self, now: float) -> float | None:
-        """Do what can be done now; return how long the thread may sleep: 0 for not at all, None for any time."""
+        """Do what can be done now; return how long the thread may sleep: 0 not at all, None without limit."""
 
     def close(self) -> None:
         """Forget UCX's handles: the context is about to close, by force."""
@@ -146,7 +146,10 @@ class UcxPlane:
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, args=(opened,), name="kvbus-ucx", daemon=True)
         self._thread.start()
-        opened.result(CALL_S)
+        try:
+            opened.result(CALL_S)
+        except TimeoutError as error:
+            raise BackendError(f"UCX did not open within {CALL_S:g} s; is the host starved?") from error
 
     def register(self, memory: PoolMemory, rank: int = 0) -> UcxAccess:
         """Let UCX use this rank's pool, and return what a grant needs to reach it. One pool a rank, none overlapping.

@@ -48,7 +48,8 @@ class Call:
         """Return the next frame; EngineError if the engine is lost, reports a fault of its own, or is too slow."""
         loop = asyncio.get_running_loop()
         try:
-            arrived = await asyncio.wait_for(self._arrived.get(), max(0.0, self._ends_at - loop.time()))
+            async with asyncio.timeout(max(0.0, self._ends_at - loop.time())):
+                arrived = await self._arrived.get()
         except TimeoutError as error:
             raise EngineError("the engine did not answer within the time given", op=self.op) from error
         if isinstance(arrived, EngineError):

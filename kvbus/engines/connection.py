@@ -87,7 +87,8 @@ class Connection:
             return
         if self._is_open and self._outgoing:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._flushed.wait(), FLUSH_TIMEOUT_S)
+                async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                    await self._flushed.wait()
         self.hang_up()
         self._drop_outgoing()
         self._socket.close()

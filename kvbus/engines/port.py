@@ -82,6 +82,7 @@ class EnginePort:
         self._leaving: Hello | None = None
         self._vacant = asyncio.Event()
         self._vacant.set()
+        self._is_closing = False
         self._counts = {"attached": 0, "lost": 0, "refused": 0, "broken": 0}
 
     def __repr__(self) -> str:
@@ -102,24 +103,26 @@ class EnginePort:
     async def close(self, budget_s: float = CLOSE_BUDGET_S) -> bool:
         """Stop listening, ask the engine to end, and close all; False if its process still lived after the budget.
 
-        What it held then stays held: ending the process (the worker's child) is the evidence that is missing.
+        What it held then stays held, and its process stays watched: end it (it is the worker's child), and call this
+        again to wait for the desk's `engine_gone`.
         """
-        if self._listener is None:
-            return True
+        self._is_closing = True
         if self._engine is not None:
             self._engine.stop()
             self._lose(self._engine, "the worker closes")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._vacant.wait(), budget_s)
+            async with asyncio.timeout(budget_s):
+                await self._vacant.wait()
         for connection in tuple(self._connections):
             connection.hang_up()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
-        self._listener = None
-        self._path.unlink(missing_ok=True)
-        if self._watch is not None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+        if self._watch is not None and self._vacant.is_set():
             self._watch.close()
         return self._vacant.is_set()
 
@@ -207,7 +210,8 @@ class EnginePort:
     async def _introduce(self, connection: Connection) -> None:
         pid = refuse_foreign(connection)
         try:
-            hello = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await connection.receive()
         except TimeoutError:
             raise PeerError("no hello came", waited_s=HELLO_TIMEOUT_S) from None
         if hello is None:
@@ -251,6 +255,8 @@ class EnginePort:
         except ProcessLookupError:
             return Refusal("the engine's process has ended already")
         hello = hello_of(frame, process)
+        if self._is_closing:
+            return Refusal("the worker is closing")
         present = self._leaving if self._engine is None else self._engine.hello
         if present is not None:
             state = "is attached" if self._engine is not None else "has closed its socket but still runs"

@@ -349,8 +349,7 @@ class LeaseHolder:
     def _cancel_once(self, held: Held) -> None:
         if not held.cancel_sent:
             held.cancel_sent = True
-            backend, ticket, attempt = held.binding.backend, held.ticket, held.attempt
-            self._foreign.call(held.binding, "cancel", lambda: backend.cancel(ticket, attempt))
+            self._foreign.call(held.binding, "cancel", lambda: held.binding.backend.cancel(held.ticket, held.attempt))
 
     def _touch(self, held: Held) -> None:
         """Note that a lease changed: reported in the next batch, looked at in the next finish."""

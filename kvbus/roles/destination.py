@@ -113,7 +113,8 @@ class Destination:
         if joined is None:
             return True
         try:
-            await asyncio.wait_for(joined.ended.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await joined.ended.wait()
         except TimeoutError:
             return False
         return True
@@ -242,7 +243,8 @@ class Destination:
             return tokens_from_bytes(request.prompt.tokens)
         wait_s = transfer.remaining_s(self._side.clock())
         try:  # asked whole: it may raise where the engine goes away meanwhile
-            return await asyncio.wait_for(self._tokenizer.tokenize(request.prompt), wait_s)
+            async with asyncio.timeout(wait_s):
+                return await self._tokenizer.tokenize(request.prompt)
         except TimeoutError:
             return Refusal("the engine did not tokenize the prompt within the budget")
         except KvbusError as error:

@@ -20,6 +20,7 @@ from kvbus.events import (
     decode,
     encode,
 )
+from kvbus.names import request_hash
 from kvbus.parts import Body
 from kvbus.roles.destination import Destination
 from kvbus.roles.recorder import Recorder
@@ -113,21 +114,34 @@ class Intake:
     async def _work(self, work: Work) -> None:
         try:
             event = self._decoded(work.delivery)
-            if not isinstance(event.body, TransferRequested) or event.body.destination != self._instance:
-                raise self._misplaced(event)
-            self._check_subject(work.delivery, event.body)
+            request = self._request_in(event)
+            self._check_subject(work.delivery, request)
         except PeerError as error:
             self._refuse_poison(work, error)
             await self._finish(work)
             return
         self.statistics.requests += 1
-        request = event.body
         verdict, transfer = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
         await self._destination.tell_verdict(request, verdict)
         if transfer and verdict.verdict == "accepted":
             while not await self._destination.ended(transfer, KEEP_S):
                 await self._keep(work)
         await self._finish(work)
+
+    def _request_in(self, event: Event) -> TransferRequested:
+        """Return the request for this instance that an event holds; its hash must be its own.
+
+        Who repeats a hash joins that transfer, so a request under another one's hash would be answered with its pages.
+        """
+        request = event.body
+        if not isinstance(request, TransferRequested) or request.destination != self._instance:
+            raise self._misplaced(event)
+        prompt = request.prompt.canonical()
+        own = request_hash(model=request.model, salt=request.salt, source=request.source, prompt=prompt)
+        if request.request_hash != own:
+            self.statistics.malformed += 1
+            raise PeerError("request hash is not that of the request", got=request.request_hash, expected=own)
+        return request
 
     def _check_subject(self, delivery: Delivery, request: TransferRequested) -> None:
         if self._topics.parse(delivery.subject).last != request.request_hash:
@@ -169,10 +183,9 @@ class Intake:
 
     async def _on_urgent(self, delivery: Delivery) -> bytes:
         event = self._decoded(delivery)
-        if not isinstance(event.body, TransferRequested) or event.body.destination != self._instance:
-            raise self._misplaced(event)
+        request = self._request_in(event)
         self.statistics.requests += 1
-        verdict, _transfer = await self._destination.request(event.body, sent_unix_s=event.header.t / 1e9)
+        verdict, _transfer = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
         return self._encoded(verdict, event)
 
     async def _on_cancel(self, delivery: Delivery) -> bytes:

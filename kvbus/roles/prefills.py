@@ -6,6 +6,8 @@ from typing import Protocol
 
 from kvbus.engines.base import Prefilled
 from kvbus.engines.desk import Refusal
+from kvbus.ledger.facts import FailureClass
+from kvbus.ledger.types import LeaseFailure
 
 
 class PrefillPort(Protocol):
@@ -30,13 +32,15 @@ class Prefiller:
         self._desk = desk
 
     @asynccontextmanager
-    async def computed(self, token_ids: tuple[int, ...], salt: str, *, wait_s: float) -> AsyncIterator[str]:
-        """Yield "" once the prompt's pages stand in the pool, pinned until the block ends; else why they do not."""
+    async def computed(
+        self, token_ids: tuple[int, ...], salt: str, *, wait_s: float
+    ) -> AsyncIterator[LeaseFailure | None]:
+        """Yield None once the prompt's pages stand in the pool, pinned until the block ends; else why they do not."""
         answer = await self._port.prefill(token_ids, salt, wait_s)
-        if isinstance(answer, Refusal):
-            yield answer.text
+        if isinstance(answer, Refusal):  # the engine takes no such prompt: too long, or ids that it does not know
+            yield LeaseFailure(FailureClass.BAD_REQUEST, answer.text)
             return
         try:
-            yield answer.refused
+            yield LeaseFailure(FailureClass.LEASE_REFUSED, answer.refused) if answer.refused else None
         finally:
             self._desk.release(answer.handle)

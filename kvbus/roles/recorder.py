@@ -142,7 +142,8 @@ class Recorder:
     async def flush(self, wait_s: float) -> bool:
         """Wait until everything is stored; False where that takes longer than the wait."""
         try:
-            await asyncio.wait_for(self._emptied.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._emptied.wait()
         except TimeoutError:
             return False
         return True

@@ -140,7 +140,10 @@ class Source:
             if refusal is not None:
                 return refusal
             entry = self._book.open(key, now=self._clock())
-            self._decide(asked, entry)
+            try:
+                self._decide(asked, entry)
+            except ValueError as error:  # names or positions that no prompt has; nothing was lent
+                entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
         if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
             await self._decision(key, asked.wait_s)
         if entry.state is LendState.GRANTED:
@@ -252,8 +255,8 @@ class Source:
             async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as refused:
                 if entry.state is not LendState.COMPUTING:
                     return  # the reader has gone: nothing is lent
-                if refused:
-                    entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {refused}")
+                if refused is not None:
+                    entry.refusal = (refused.failure.name.lower(), f"{self._name.instance}: {refused.text}")
                 else:
                     self._lend_now(asked, entry)
         except (KvbusError, ValueError) as error:
@@ -265,7 +268,8 @@ class Source:
     async def _decision(self, key: Key, wait_s: float) -> None:
         decided = self._decided.setdefault(key, asyncio.Event())
         try:
-            await asyncio.wait_for(decided.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await decided.wait()
         except TimeoutError:
             return
 

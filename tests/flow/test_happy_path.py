@@ -9,8 +9,16 @@ import pytest
 import pytest_asyncio
 
 from kvbus.commands.poison import flip_top_exponent_bits
-from kvbus.events import AttemptMade, Event, FactsSeen, LeaseGranted, OutcomeFixed, SettleDecided, TransferOpened
-from kvbus.events import from_column
+from kvbus.events import (
+    AttemptMade,
+    Event,
+    FactsSeen,
+    LeaseGranted,
+    OutcomeFixed,
+    SettleDecided,
+    TransferOpened,
+    from_column,
+)
 from kvbus.ledger.facts import Fact
 from tests.flow.town import BLOCK, PAGE_BYTES, Town, prompt, town
 from tests.waiting import until

@@ -307,7 +307,9 @@ class Town:
                 worker.signal(signal.SIGCONT)
                 worker.signal(signal.SIGTERM)
         try:
-            await until(lambda: not any(worker.alive for worker in self.workers.values()), 40, what="workers have ended")
+            await until(
+                lambda: not any(worker.alive for worker in self.workers.values()), 40, what="workers have ended"
+            )
         finally:
             for worker in self.workers.values():
                 worker.kill()

@@ -115,6 +115,7 @@ async def test_the_lines_name_request_leases_attempts_bytes_evidence_settle_and_
     texts = [f"{entry.lane}|{entry.line.subject} {entry.line.text}" for entry in entries]
 
     for expected in (
+        "requester|request waited 3.0 ms in the queue",
         "destination|transfer accepted from a, on_miss prefill",
         "destination|T1 write 31 pages from a: 0–30, generation 1",
         "source|T1 read 31 pages for b: 0–30, generation 2",

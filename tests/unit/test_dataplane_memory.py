@@ -111,6 +111,17 @@ def test_a_mapping_outlives_its_lender() -> None:
         assert side.holds(2, content(7))
 
 
+def test_two_processes_under_one_name_are_not_mixed_up(lender: LendingProcess) -> None:
+    with lending_process(pages=8) as other, memory_side() as side:
+        side.submit(lender.grant((1,)), (1,))
+        assert arrived_of(side.end_of()) == (True,)
+        other.ask("rewrite", [3])
+        counters = (other.described.counters[3] + 2).to_bytes(8, "little")
+        side.submit(other.grant((3,), counters=counters, reader=reader_key("t2")), (2,), ticket=2)
+        assert arrived_of(side.end_of(2)) == (True,)
+        assert side.holds(2, content(3, seed=100))
+
+
 def test_mappings_are_bounded_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch, lender: LendingProcess) -> None:
     monkeypatch.setattr(memory_module, "MAPPINGS_MAX", 2)
     pools = [PoolMemory.create(layout(), 2, LENDER_EPOCH + n) for n in range(4)]

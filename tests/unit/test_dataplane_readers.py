@@ -17,9 +17,19 @@ ALL = range(100)
 
 @pytest.fixture(scope="module")
 def lender() -> Iterator[LendingProcess]:
-    """A lender that lives through many tests; one that dies or rewrites pages is made for its test."""
-    with lending_process() as process:
+    """A lender that lives through many tests; one that dies is made for its test.
+
+    Pages from 256 on are for tests that rewrite pages: each reader has a hundred of its own.
+    """
+    with lending_process(pages=256 + 100 * len(MAKERS)) as process:
         yield process
+
+
+@pytest.fixture
+def own_pages(maker: Maker) -> range:
+    """The pages that a test of this reader may rewrite; one test a page, for a rewritten page keeps no grant."""
+    first = 256 + 100 * list(MAKERS.values()).index(maker)
+    return range(first, first + 100)
 
 
 @EVERY
@@ -35,30 +45,35 @@ def test_the_contract_checker_runs_them_all(lender: LendingProcess) -> None:
     check_reader(memory_side, lender)
 
 
-def some_bytes_moved(side: Side) -> Callable[[], bool]:
-    return lambda: side.bytes_moved() > 4 * PAGE_BYTES
+def a_segment_and_more_moved(side: Side) -> Callable[[], bool]:
+    return lambda: side.bytes_moved() > 20 * PAGE_BYTES
 
 
 @EVERY
-def test_pages_rewritten_midway_are_not_delivered_and_others_are(maker: Maker) -> None:  # P2
+def test_pages_rewritten_midway_are_not_delivered_and_others_are(
+    maker: Maker, lender: LendingProcess, own_pages: range
+) -> None:  # P2
     # Planted fault that this catches: counting a segment when its bytes have arrived, without the after-read.
-    with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
-        side.submit(source.grant(ALL), ALL)
-        # At this rate a segment has 8 pages: the first is verified by then, and the second is in its middle.
-        wait_until(lambda: side.bytes_moved() > 11 * PAGE_BYTES)
-        source.ask("rewrite", list(ALL))
+    source = own_pages[1:]
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+        side.submit(lender.grant(source), range(99))
+        # The first segment is verified by then, and the second is in its middle.
+        wait_until(a_segment_and_more_moved(side))
+        lender.ask("rewrite", list(source))
         change = side.end_of()
         assert isinstance(change.result, Delivered)
         assert change.result.failure is FailureClass.PAGE_CHANGED
-        assert 0 < check_rows(side, change, ALL, ALL) < 100  # none of those that count has the new bytes
+        assert 0 < check_rows(side, change, range(99), source) < 99  # none of those that count has the new bytes
         assert "were rewritten" in change.text
 
 
 @EVERY
-def test_a_page_being_written_is_not_delivered(maker: Maker) -> None:  # P1
-    with lending_process() as source, maker() as side:
-        source.ask("raise", [3])
-        side.submit(source.grant((2, 3, 4)), (2, 3, 4))
+def test_a_page_being_written_is_not_delivered(maker: Maker, lender: LendingProcess, own_pages: range) -> None:  # P1
+    page = own_pages[0]
+    grant = lender.grant((2, page, 4))
+    lender.ask("raise", [page])
+    with maker() as side:
+        side.submit(grant, (2, 3, 4))
         assert arrived_of(side.end_of()) == (True, False, True)
 
 
@@ -66,7 +81,7 @@ def test_a_page_being_written_is_not_delivered(maker: Maker) -> None:  # P1
 def test_a_source_killed_midway_leaves_whole_pages_and_evidence(maker: Maker) -> None:
     with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         side.submit(source.grant(ALL), ALL)
-        wait_until(some_bytes_moved(side))
+        wait_until(a_segment_and_more_moved(side))
         source.kill()
         change = side.end_of(deadline_s=10.0)
         assert change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED}
@@ -91,7 +106,7 @@ def test_a_source_killed_midway_leaves_whole_pages_and_evidence(maker: Maker) ->
 def test_after_a_cancel_no_byte_lands(maker: Maker, lender: LendingProcess) -> None:  # contract 39, 41
     with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         side.submit(lender.grant(ALL), ALL)
-        wait_until(some_bytes_moved(side))
+        wait_until(a_segment_and_more_moved(side))
         assert cancelled_rows(side, ALL, ALL) < 100
         # The next transfer makes the reader's thread go through everything that could still be in line.
         side.submit(lender.grant((5,), reader=reader_key("t2")), (200,), ticket=2)
@@ -109,7 +124,7 @@ def test_a_shutdown_midway_ends_with_evidence(maker: Maker, lender: LendingProce
                 range(50 * ticket, 50 * ticket + 50),
                 ticket=ticket,
             )
-        wait_until(some_bytes_moved(side))
+        wait_until(a_segment_and_more_moved(side))
         assert side.reader.shutdown(10.0) == ()
         moved = side.bytes_moved()
         ends = [side.end_of(ticket) for ticket in (1, 2, 3)]
@@ -123,7 +138,7 @@ def test_an_isolation_midway_ends_that_peers_attempts_only(maker: Maker, lender:
     with maker(rate_limit_bytes_s=2 * SLOW_BYTES_S) as side:
         side.submit(lender.grant(ALL), ALL)
         side.submit(lender.grant(range(10), reader=reader_key("t2")), range(200, 210), ticket=2, peer="C")
-        wait_until(some_bytes_moved(side))
+        wait_until(a_segment_and_more_moved(side))
         side.reader.isolate("A")
         change = side.end_of()
         assert "isolated" in change.text

@@ -65,7 +65,8 @@ def test_the_lender_hears_of_each_end_once_with_key_and_nonce(lender: LendingPro
         assert notices_at(lender, DELIVERY_S) == (Notice(key, nonce),)
         assert notices_at(lender, AFTERWARDS_S) == ()
         assert isinstance(side.reader, UcxReader)
-        assert side.reader.statistics().notices_sent == 1
+        reader = side.reader
+        wait_until(lambda: reader.statistics().notices_sent == 1)
 
 
 def test_a_cancelled_attempt_is_noticed_too_and_a_refused_one_is_not(lender: LendingProcess) -> None:

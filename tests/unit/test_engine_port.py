@@ -326,6 +326,26 @@ async def test_an_engine_of_another_layout_is_refused(worker: Worker, capfd: pyt
     assert "another layout" in capfd.readouterr().err
 
 
+async def test_a_worker_that_closes_over_a_busy_engine_learns_of_its_end_later(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    await worker.port.start()
+    process = await worker.start_engine(options=TOY | {"work_rounds": 1_000_000_000})  # minutes for one token
+    prefill = asyncio.create_task(worker.port.prefill(IDS, ""))
+    await until(lambda: worker.desk.pool.statistics().pages.writing == WHOLE, what="the engine fills pages")
+    begun = computed_ticks(process.pid)
+    await until(lambda: computed_ticks(process.pid) > begun + 20, 30, "the engine computes its first token")
+    assert await worker.port.close(budget_s=0.05) is False
+    assert worker.desk.gone == 0
+    assert not worker.path.exists()
+    with pytest.raises(EngineError, match="the worker closes"):
+        await prefill
+    process.kill()
+    assert await worker.port.close(budget_s=10) is True
+    assert worker.desk.gone == 1
+    worker.desk.check_nothing_held()
+    await asyncio.to_thread(process.wait, 10)
+
+
 def computed_ticks(pid: int) -> int:
     """How long a process has computed, in hundredths of a second."""
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11])

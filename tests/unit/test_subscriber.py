@@ -46,7 +46,7 @@ class Reader:
         self.task = asyncio.create_task(self.run(since=since, settle=settle))
 
     async def run(self, *, since: int, settle: bool) -> None:
-        async with aclosing(self.subscriber.facts(since=since, settle=settle)) as items:  # type: ignore[type-var]
+        async with aclosing(self.subscriber.facts(since=since, settle=settle)) as items:
             async for item in items:
                 self.items.append(item)
                 await self.gate.wait()

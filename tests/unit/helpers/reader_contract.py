@@ -10,8 +10,8 @@ from kvbus.ledger.types import Backend, Cancelled, Delivered, Failed, Submission
 from tests.unit.helpers.lending_process import PAGE_BYTES, LendingProcess, reader_key
 from tests.unit.helpers.reader_side import CANARY, Maker, Side, arrived_of, check_rows
 
-SLOW_BYTES_S = 2 << 20
-"""Thirty-two pages of 64 KiB a second: a transfer of a hundred is in its middle for seconds."""
+SLOW_BYTES_S = 4 << 20
+"""Sixty-four pages of 64 KiB a second, in segments of sixteen: a transfer of a hundred takes seconds."""
 
 
 def check_reader(maker: Maker, lender: LendingProcess) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbus.ledger.facts import RESULT_BITS, Evidence, Fact, FailureClass
 from kvbus.ledger.types import (
+    Cancelled,
     Change,
     Containment,
     Delivered,
@@ -59,7 +60,15 @@ class HolderModel(RuleBasedStateMachine):
         super().__init__()
         self.known: dict[int, Known] = {}
         self.told: dict[str, list[Change]] = {"pull": [], "serve": []}
+        self.faulty = False
         self.bench = Bench(containment=Containment.ISOLATE_PEER, retained_max=6)
+
+    @initialize(faulty=st.booleans())
+    def choose(self, *, faulty: bool) -> None:
+        """Half of the runs have faults; in the others more work gets through, since nothing stops."""
+        self.faulty = faulty
+        for mode in (PULL, PULL, SERVE):
+            self.take_and_submit(mode=mode, rows=2)
 
     # ------------------------------------------------------------------------------------------------- our own acts
 
@@ -80,6 +89,12 @@ class HolderModel(RuleBasedStateMachine):
         ticket = self.bench.holder.take(lease, mode, hint, now=0.0, peer=peer)
         assert ticket not in self.known
         self.known[ticket] = Known(lease, self.bench.pull if mode is PULL else self.bench.serve, held_back)
+
+    @rule(mode=st.sampled_from([PULL, SERVE]), rows=st.integers(0, 3))
+    def take_and_submit(self, *, mode: SubmitMode, rows: int) -> None:
+        """The common way in, in one step: without it few runs would get as far as a backend."""
+        self.take(mode=mode, rows=rows, peer="p", granted_then_held_back=(True, False), which=0)
+        self.advance()
 
     @precondition(lambda self: self.waiting_for_orders())
     @rule(data=st.data())
@@ -103,6 +118,7 @@ class HolderModel(RuleBasedStateMachine):
         self.known[ticket].given_up = True
         self.bench.holder.abandon(ticket, FailureClass.DEADLINE, "the budget is spent")
 
+    @precondition(lambda self: self.faulty)
     @rule(binding=st.sampled_from(["pull", "serve"]), peer=st.sampled_from(["p", "q"]), back=st.booleans())
     def isolate(self, *, binding: str, peer: str, back: bool) -> None:
         if back:
@@ -124,7 +140,7 @@ class HolderModel(RuleBasedStateMachine):
     @precondition(lambda self: self.open())
     @rule(
         data=st.data(),
-        result=st.sampled_from(["none", "all", "some", "fail", "short"]),
+        result=st.sampled_from(["none", "all", "all", "some", "stop", "fail", "short"]),
         evidence=st.sampled_from([None, *Evidence]),
     )
     def answer(self, data: st.DataObject, result: str, evidence: Evidence | None) -> None:
@@ -134,16 +150,33 @@ class HolderModel(RuleBasedStateMachine):
             "none": None,
             "all": Delivered((True,) * rows, rows),
             "some": Delivered((False,) * rows, 0),
+            "stop": Cancelled((True,) * rows, rows),
             "fail": Failed(FailureClass.TRANSPORT, "the transport failed"),
             "short": Delivered((True,) * (rows + 1), 0),
         }
         self.tell(self.known[ticket].backend, Change(ticket, 1, results[result], evidence))
 
+    @precondition(lambda self: self.open())
+    @rule(data=st.data(), give_up=st.booleans())
+    def deliver_and_go_round(self, *, data: st.DataObject, give_up: bool) -> None:
+        """A common story in one step: everything arrives, and sometimes it is given up before it is agreed."""
+        ticket = data.draw(st.sampled_from(self.open()))
+        rows = self.known[ticket].lease.rows
+        result = Delivered((True,) * rows, rows)
+        self.tell(self.known[ticket].backend, Change(ticket, 1, result, Evidence.COMPLETED))
+        self.collect()
+        if give_up and ticket in self.held():
+            self.known[ticket].given_up = True
+            self.bench.holder.abandon(ticket, FailureClass.DEADLINE, "the members did not agree")
+        self.whole_round()
+
+    @precondition(lambda self: self.faulty)
     @rule(ticket=st.integers(0, 12), attempt=st.sampled_from([0, 2]), binding=st.sampled_from(["pull", "serve"]))
     def answer_for_nobody(self, ticket: int, attempt: int, binding: str) -> None:
         backend = self.bench.pull if binding == "pull" else self.bench.serve
         backend.tell(Change(ticket, attempt, Delivered((True,), 1), Evidence.COMPLETED))
 
+    @precondition(lambda self: self.faulty)
     @rule(binding=st.sampled_from(["pull", "serve"]), which=st.sampled_from(sorted(BACKEND_FAULTS)))
     def plant_in_backend(self, binding: str, which: str) -> None:
         backend = self.bench.pull if binding == "pull" else self.bench.serve
@@ -154,11 +187,12 @@ class HolderModel(RuleBasedStateMachine):
         for part in (self.bench.pull, self.bench.serve, self.bench.lender, self.bench.other_lender):
             part.faults.by_method.clear()
 
-    @precondition(lambda self: self.known)
+    @precondition(lambda self: self.faulty and self.known)
     @rule(data=st.data(), method=st.sampled_from(LEASE_FAULTS))
     def plant_in_lease(self, data: st.DataObject, method: str) -> None:
         self.known[data.draw(st.sampled_from(sorted(self.known)))].lease.faults.plant(method, UNCERTAIN)
 
+    @precondition(lambda self: self.faulty)
     @rule()
     def plant_in_lender(self) -> None:
         self.bench.other_lender.faults.plant("progress", UNCERTAIN)
@@ -250,7 +284,10 @@ class HolderModel(RuleBasedStateMachine):
         # contract 4, contract 46
         for known in self.known.values():
             for mask in known.lease.marks:
-                assert not any(mask) or (isinstance(known.said, Delivered) and known.said.arrived == mask)
+                if any(mask):
+                    assert isinstance(known.said, Delivered | Cancelled)
+                    assert known.said.arrived == mask
+                    assert not known.given_up, "what was given up became content"
 
     @invariant()
     def a_hold_is_released_once_and_under_nothing(self) -> None:
@@ -294,7 +331,7 @@ class HolderModel(RuleBasedStateMachine):
     def hear(self, change: Change) -> None:
         known = self.known[change.ticket]
         result = change.result
-        if isinstance(result, Delivered) and known.lease.direction is Direction.WRITE:
+        if isinstance(result, Delivered | Cancelled) and known.lease.direction is Direction.WRITE:
             rows = known.lease.rows
             if len(result.arrived) != rows:
                 result = Failed(

@@ -1,0 +1,209 @@
+"""Workers that die or stop in the middle of a transfer, and transfers that are cancelled there.
+
+Instance b reads at 1 MB/s, so that a transfer of 60 pages is caught halfway. Whatever happens, pages are committed
+whole or not at all, leases come back on evidence only, and b answers with the tokens that computing gives.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvbus.events import LeaseGranted, OutcomeFixed, TransferOutcome
+from kvbus.publisher import TransferHandle
+from tests.flow.pool_eye import eye_on
+from tests.flow.town import BLOCK, OUTCOME_S, PAGE_BYTES, Town, prompt, town
+from tests.waiting import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+BLOCKS = 60
+RATE_BYTES_S = 1_000_000
+HALFWAY_ROW = 10
+REPORT_S = 10.0
+"""The promise: within ten seconds the destination reports the loss."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(folder: Path) -> AsyncIterator[Town]:
+    async with town(folder) as running:
+        await asyncio.gather(running.start("a"), running.start("b", allow=["a"], rate_limit_bytes_s=RATE_BYTES_S))
+        yield running
+
+
+async def halfway(pair: Town, ids: list[int]) -> TransferHandle:
+    """A transfer of which some rows have arrived and many have not."""
+    eye = await eye_on(pair, "b")
+    handle = await pair.ask(ids)
+    verdict = await handle.verdict()
+    assert verdict.verdict == "accepted", verdict
+    await eye.until_row(verdict.transfer, HALFWAY_ROW)
+    return handle
+
+
+async def ended(handle: TransferHandle, wait_s: float = OUTCOME_S) -> TransferOutcome:
+    outcome = await handle.outcome(wait_s)
+    assert outcome is not None, f"no outcome within {wait_s:g} s"
+    return outcome
+
+
+async def assert_only_whole_pages(pair: Town, ids: list[int], outcome: TransferOutcome) -> None:
+    """What b kept is exactly the prefix that arrived whole, and it answers as computing does."""
+    assert 0 < outcome.pages_moved < BLOCKS
+    assert outcome.length_bytes == outcome.pages_moved * PAGE_BYTES
+    assert await pair.held("b", ids) == outcome.pages_moved
+    staged = await pair.answer("b", ids)
+    assert staged.end.cached_tokens == outcome.pages_moved * BLOCK
+    assert staged.end.tokens == await pair.cold("b", ids)
+
+
+async def test_a_killed_source_is_reported_in_time_and_its_successor_serves(pair: Town) -> None:
+    ids = prompt("source killed", BLOCKS)
+    handle = await halfway(pair, ids)
+
+    pair.workers["a"].kill()
+    outcome = await ended(handle, REPORT_S)
+
+    assert outcome.outcome == "failed"
+    assert outcome.failure in {"peer_lost", "transport"}
+    assert outcome.reason
+    assert outcome.evidence
+    assert set(outcome.evidence) <= {"completed", "endpoint_destroyed", "process_dead"}
+    await assert_only_whole_pages(pair, ids, outcome)
+    old = pair.registered["a"].epoch
+    await pair.start_again("a")
+    assert pair.registered["a"].epoch != old
+    again = await pair.stage(ids)
+    assert (again.outcome, again.pages_held + again.pages_moved) == ("settled", BLOCKS)
+    assert (await pair.answer("b", ids)).end.tokens == await pair.cold("b", ids)
+    await pair.at_rest()
+
+
+@pytest.mark.contract("P6")
+async def test_a_killed_destination_gives_the_lease_back_and_its_successor_runs_the_request_once(pair: Town) -> None:
+    ids = prompt("destination killed", BLOCKS)
+    handle = await halfway(pair, ids)
+    transfer = (await handle.verdict()).transfer
+    assert (await pair.stats("a"))["leases_held"] == 1
+
+    pair.workers["b"].kill()
+
+    await pair.at_rest("a")
+    assert await evidence_of(pair, "a", transfer) == "process_dead"
+    await pair.start_again("b")
+    outcomes: list[TransferOutcome] = []
+
+    async def redelivered() -> bool:
+        events = [event.body for event in await pair.events("b")]
+        ours = [body for body in events if isinstance(body, TransferOutcome)]
+        outcomes[:] = [body for body in ours if body.request_hash == handle.request_hash]
+        return bool(outcomes)
+
+    await until(redelivered, OUTCOME_S, what="the successor runs the request")
+    await pair.at_rest()
+    await redelivered()
+    assert [outcome.outcome for outcome in outcomes] == ["settled"]
+    assert outcomes[0].pages_moved == BLOCKS
+    assert (await pair.stats("b"))["fired"] == 1
+    assert (await pair.answer("b", ids)).end.tokens == await pair.cold("b", ids)
+    heard = await ended(handle, REPORT_S)
+    assert heard == outcomes[0]
+    repeat = await pair.verdict(ids)
+    assert (repeat.verdict, repeat.transfer) == ("deduped", outcomes[0].transfer)
+
+
+async def test_a_source_that_stands_still_after_its_grant_does_not_hold_up_the_reading(pair: Town) -> None:
+    ids = prompt("source stopped", BLOCKS)
+    handle = await halfway(pair, ids)
+
+    pair.workers["a"].signal(signal.SIGSTOP)
+    try:
+        outcome = await ended(handle)
+        assert (outcome.outcome, outcome.pages_moved) == ("settled", BLOCKS)
+        staged = await pair.answer("b", ids)
+    finally:
+        pair.workers["a"].signal(signal.SIGCONT)
+
+    assert staged.end.tokens == await pair.cold("b", ids)
+    await pair.at_rest()
+
+
+async def test_a_cancelled_transfer_keeps_what_arrived_whole(pair: Town) -> None:
+    ids = prompt("cancelled", BLOCKS)
+    handle = await halfway(pair, ids)
+
+    assert await pair.publisher.cancel(handle.request_hash, "b")
+    outcome = await ended(handle, REPORT_S)
+
+    assert (outcome.outcome, outcome.failure) == ("cancelled", "cancelled")
+    assert "cancelled by" in outcome.reason
+    assert outcome.evidence == ("completed",)
+    await assert_only_whole_pages(pair, ids, outcome)
+    await pair.at_rest()
+    again = await pair.stage(ids)  # and it may be asked for again at once
+    assert (again.outcome, again.pages_held, again.pages_moved) == (
+        "settled",
+        outcome.pages_moved,
+        BLOCKS - outcome.pages_moved,
+    )
+    await pair.at_rest()
+
+
+@pytest.mark.contract("P2")
+async def test_the_source_keeps_its_pages_until_the_reader_has_let_go(pair: Town) -> None:
+    ids = prompt("kept", BLOCKS)
+    handle = await halfway(pair, ids)
+
+    assert await pair.evict("a", ids) == 0  # all of them are lent
+    assert (await pair.stats("a"))["leases_held"] == 1
+
+    outcome = await ended(handle)
+    assert (outcome.outcome, outcome.pages_moved) == ("settled", BLOCKS)
+    assert (await pair.answer("b", ids)).end.tokens == await pair.cold("b", ids)
+    await pair.at_rest()
+    assert await pair.evict("a", ids) == BLOCKS
+
+
+async def test_a_transfer_whose_budget_ends_while_it_reads_keeps_what_arrived_whole(pair: Town) -> None:
+    ids = prompt("budget", BLOCKS)
+
+    outcome = await pair.stage(ids, budget_s=2.0)
+
+    assert (outcome.outcome, outcome.failure) == ("failed", "deadline")
+    assert "the budget of 2 s is spent" in outcome.reason
+    await assert_only_whole_pages(pair, ids, outcome)
+    await pair.at_rest()
+
+
+async def test_a_worker_told_to_end_lets_go_of_what_it_reads_and_reports_it(pair: Town) -> None:
+    ids = prompt("told to end", BLOCKS)
+    handle = await halfway(pair, ids)
+
+    pair.workers["b"].signal(signal.SIGTERM)
+    outcome = await ended(handle, REPORT_S)
+
+    assert outcome.outcome == "cancelled"
+    assert "b is shutting down" in outcome.reason
+    await until(lambda: not pair.workers["b"].alive, 30, what="b has ended")
+    assert pair.workers["b"].process.returncode == 0
+    await pair.at_rest("a")
+    assert await evidence_of(pair, "a", outcome.transfer) == "peer_ack"
+    await pair.start_again("b")
+
+
+async def evidence_of(pair: Town, name: str, transfer: str) -> str:
+    """By which evidence access to a transfer's lease ended there, once that is reported."""
+    found: list[str] = []
+
+    async def reported() -> bool:
+        bodies = [event.body for event in await pair.events(name)]
+        tickets = {body.ticket for body in bodies if isinstance(body, LeaseGranted) and body.transfer == transfer}
+        found[:] = [body.evidence for body in bodies if isinstance(body, OutcomeFixed) and body.ticket in tickets]
+        return bool(found)
+
+    await until(reported, 30, what=f"{name} reports how access ended")
+    assert len(found) == 1
+    return found[0]

@@ -1,0 +1,234 @@
+"""What can be wrong at the start: each ends with status 2 and one sentence that says what to do."""
+
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.flow.command_line import kvbus
+from tests.flow.town import Town, town
+
+NO_BROKER_S = 10.0
+"""The promise: within ten seconds a person is told that there is no broker."""
+
+
+@pytest.fixture
+def state(folder: Path, tmp_path: Path) -> Path:
+    """A state folder with a short path, of this test's own."""
+    own = folder / tmp_path.name[-12:]
+    own.mkdir()
+    own.chmod(0o700)
+    return own
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port on which nobody listens: bound, so that nobody else gets it, and closed to all."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def told(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    """The command could not run, and said why in one sentence, without a traceback."""
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for word in words:
+        assert word in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- broker
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["worker", "--instance", "a"],
+        ["stage", "--from", "a", "--to", "b", "text"],
+        ["up"],
+        ["demo"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_broker_that_does_not_answer_is_named_in_time(state: Path, closed_port: int, command: list[str]) -> None:
+    url = f"nats://127.0.0.1:{closed_port}"
+
+    done = kvbus(*command, "--nats", url, state=state, deadline_s=NO_BROKER_S)
+
+    told_no_broker(done, url)
+
+
+def told_no_broker(done: "subprocess.CompletedProcess[str]", url: str) -> None:
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    for word in ("no broker answers", url, "kvbus up", "--nats URL"):
+        assert word in done.stderr.replace("\n", " ")
+
+
+def test_a_command_with_no_broker_named_and_none_running_says_where_it_looked(state: Path) -> None:
+    done = kvbus("stage", "--from", "a", "--to", "b", "text", state=state)
+
+    told(done, "no running kvbus found at", str(state / "up.json"), "kvbus up", "--nats URL")
+
+
+def test_a_state_file_that_is_torn_is_named(state: Path) -> None:
+    (state / "up.json").write_text('{"nats_u')
+
+    told(kvbus("stage", "--from", "a", "--to", "b", "text", state=state), str(state / "up.json"), "unreadable")
+
+
+def test_no_nats_server_binary(state: Path) -> None:
+    done = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(state / "no-such-program")})
+
+    assert done.returncode == 2, done
+    assert "KVBUS_NATS_SERVER does not name a program that can be run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (state / "up.json").exists()
+
+
+def test_a_nats_server_that_is_none(state: Path) -> None:
+    program = state / "nats-server"
+    program.write_text("#!/bin/sh\necho nonsense >&2\nexit 3\n")
+    program.chmod(0o755)
+
+    done = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(program)})
+
+    assert done.returncode == 2, done
+    assert "nats-server" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken(state: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        done = kvbus("up", "--port", str(port), state=state)
+
+    assert done.returncode == 2, done
+    assert "port is taken" in done.stderr
+    assert str(port) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def place(folder: Path) -> AsyncIterator[Town]:
+    """A broker, and one worker of instance a."""
+    async with town(folder / "town") as running:
+        await running.start("a")
+        yield running
+
+
+def worker(place: Town, state: Path, *arguments: str, instance: str = "x") -> "subprocess.CompletedProcess[str]":
+    """Start a worker that cannot start, in the place's run folder."""
+    broker = place.broker
+    return kvbus(
+        *("worker", "--instance", instance, "--nats", broker.url, "--run-dir", str(place.folder / "run"), *arguments),
+        state=state,
+        env={"KVBUS_NATS_TOKEN": broker.token},
+    )
+
+
+def test_a_second_worker_of_the_same_name(place: Town, state: Path) -> None:
+    done = worker(place, state, instance="a")
+
+    told(done, "a worker of a/m0 is running already", str(place.workers["a"].pid), "--member")
+
+
+def test_a_pool_that_is_too_small_for_its_longest_prompt(place: Town, state: Path) -> None:
+    done = worker(place, state, "--pages", "64")
+
+    assert done.returncode == 2, done
+    assert "pool too small: 64 pages" in done.stderr
+    assert "--pages" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pages", "1"], ["setting pages"]),
+        (["--allow", "x"], ["source_allow", "not its own source"]),
+        (["--engine", "no-such"], ["no-such", "toy"]),
+        (["--engine-options", "{"], ["--engine-options is not JSON"]),
+        (["--engine-options", "[1]"], ["--engine-options must be a JSON object"]),
+        (["--rate-limit", "-1"], ["setting rate_limit_bytes_s"]),
+        (["--inflight-max", "-1"], ["inflight_max"]),
+        (["--prefix", "k.v"], ["prefix", "k.v"]),
+        (["--member", ""], ["setting member"]),
+        (["--log-level", "loud"], ["loud"]),
+    ],
+    ids=lambda part: " ".join(part)[:30],
+)
+def test_a_setting_that_does_not_fit_is_named(place: Town, state: Path, arguments: list[str], words: list[str]) -> None:
+    told(worker(place, state, *arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ('{"speed": 1}', "toy option 'speed' is unknown"),
+        ('{"work_rounds": "many"}', "toy option 'work_rounds' is str, expected"),
+        ('{"page_bytes": 100}', "toy option page_bytes is 100"),
+    ],
+)
+def test_an_engine_option_that_does_not_fit_is_named(place: Town, state: Path, options: str, words: str) -> None:
+    done = worker(place, state, "--engine-options", options)
+
+    assert done.returncode == 2, done
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_engine_option_that_does_not_fit_is_named_by_up_too(state: Path) -> None:
+    done = kvbus("up", "--engine-options", '{"speed": 1}', state=state)
+
+    assert done.returncode == 2, done
+    assert "toy option 'speed' is unknown" in done.stderr.replace("\n", " ")
+    assert not (state / "up.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
+def test_a_model_folder_that_is_none_is_named(place: Town, state: Path, *, broken: bool) -> None:
+    pytest.importorskip("transformers")
+    model = state / "model"
+    if broken:
+        model.mkdir()
+        (model / "config.json").write_text('{"model_type": "lla')
+        (model / "model.safetensors").write_bytes(b"not a tensor")
+
+    done = worker(place, state, "--engine", "transformers", "--engine-options", f'{{"folder": "{model}"}}')
+
+    assert done.returncode == 2, done
+    assert str(model) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_credentials_are_named(place: Town, state: Path) -> None:
+    done = kvbus("worker", "--instance", "x", "--nats", place.broker.url, "--token", "wrong", state=state)
+
+    assert done.returncode == 2, done
+    assert "refused these credentials" in done.stderr
+    assert place.broker.token not in done.stderr
+
+
+def test_a_worker_that_could_not_start_leaves_nothing(place: Town, state: Path) -> None:
+    worker(place, state, "--engine-options", '{"speed": 1}')
+
+    run = place.folder / "run"
+    assert not list(run.glob("x.*.sock"))
+    assert worker(place, state, "--engine-options", '{"speed": 1}').returncode == 2  # its lock is free again

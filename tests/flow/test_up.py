@@ -1,0 +1,108 @@
+"""`kvbus up`: it ends clean on Ctrl-C and SIGTERM, and killed it leaves nothing that goes on without it."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.flow.command_line import COMMAND_S, Up, finish, kvbus, start_up, up
+from tests.flow.town import children
+from tests.waiting import wait_until
+
+ORPHANS_S = 60.0
+"""A worker's own end takes at most some 30 s; the broker's follows."""
+
+
+@pytest.fixture
+def state(folder: Path, tmp_path: Path) -> Path:
+    own = folder / tmp_path.name[-12:]
+    own.mkdir()
+    own.chmod(0o700)
+    return own
+
+
+@pytest.fixture
+def running(state: Path) -> Iterator[Up]:
+    with up(state) as started:
+        yield started
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_it_with_status_0(running: Up, number: signal.Signals) -> None:
+    assert len(running.pids) >= 5  # the broker, two workers, two engines
+    assert running.state_file.stat().st_mode & 0o777 == 0o600
+
+    assert running.end(number) == 0
+
+    assert running.nothing_left()
+    assert not running.state_file.exists()
+    assert "Traceback" not in (running.state / "up.err").read_text()
+
+
+def test_a_signal_while_it_starts_ends_it_as_clean(state: Path) -> None:
+    starting = start_up(state)
+    try:
+        wait_until(lambda: children(starting.process.pid), COMMAND_S, what="the broker's process is there")
+        starting.pids = set(children(starting.process.pid))
+
+        assert starting.end(signal.SIGINT) == 0
+
+        assert starting.nothing_left()
+        assert not starting.state_file.exists()
+    finally:
+        finish(starting)
+
+
+@pytest.mark.slow
+def test_killed_it_leaves_nothing_behind(running: Up) -> None:
+    running.process.kill()
+    running.process.wait(COMMAND_S)
+
+    wait_until(running.nothing_left, ORPHANS_S, what="workers, engines and broker end by themselves")
+
+
+def test_a_second_one_over_the_same_folder_is_refused_and_the_first_goes_on(running: Up) -> None:
+    done = kvbus("up", state=running.state)
+
+    assert done.returncode == 2, done
+    assert "another broker runs over this folder" in done.stderr.replace("\n", " ")
+    assert running.process.poll() is None
+    assert running.state_file.exists()
+    staged = kvbus("stage", "--from", "a", "--to", "b", "--json", "x" * 100, state=running.state)
+    assert staged.returncode == 0, staged
+
+
+def test_it_ends_with_status_1_when_a_worker_dies(running: Up) -> None:
+    import os
+
+    from kvbus.config import read_state
+
+    assert read_state  # the file is what other commands read
+    workers = [pid for pid in children(running.process.pid) if b"worker" in cmdline(pid)]
+    assert len(workers) == 2
+
+    os.kill(workers[0], signal.SIGKILL)
+
+    assert running.process.wait(COMMAND_S) == 1
+    wait_until(running.nothing_left, COMMAND_S, what="nothing is left")
+    assert not running.state_file.exists()
+
+
+def test_its_document_names_the_broker_and_the_sockets_but_no_token(running: Up) -> None:
+    assert running.process.stdout is not None
+    said = json.loads(running.process.stdout.readline())
+
+    assert said["nats_url"] == running.document["nats_url"]
+    assert set(said["sockets"]) == {"a", "b"}
+    assert all(Path(path).exists() for path in said["sockets"].values())
+    assert "token" not in said
+    assert running.document["token"]
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
