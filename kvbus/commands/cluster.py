@@ -61,6 +61,7 @@ class Cluster:
     workers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     registered: dict[str, Registered] = field(default_factory=dict)
     _failed: bool = False
+    _minder: asyncio.subprocess.Process | None = None
 
     @property
     def url(self) -> str:
@@ -89,6 +90,7 @@ class Cluster:
             store_dir = plan.store_dir or self.run_dir / "nats"
             self.broker = EmbeddedBroker(store_dir, port=plan.nats_port, binary=binary)
             await self.broker.start()
+            self._minder = await self._start_minder(self.broker)
         self.bus = await NatsBus.connect(
             self.url,
             name="kvbus-cluster",
@@ -114,6 +116,8 @@ class Cluster:
             await self.bus.close()
         if self.broker is not None:
             await self.broker.stop()
+        if self._minder is not None:  # it ends with the broker
+            await _end(self._minder)
         if not self._failed:  # a log that somebody was told to read stays
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
@@ -128,6 +132,13 @@ class Cluster:
         return waits[ended.pop()]
 
     # ------------------------------------------------------------------------------------------------------- inside
+
+    @staticmethod
+    async def _start_minder(broker: EmbeddedBroker) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "kvbus.commands.minder", str(os.getpid()), str(broker.pid)]
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
 
     async def _start_worker(self, instance: str) -> asyncio.subprocess.Process:
         plan = self.plan
