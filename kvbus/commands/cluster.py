@@ -187,8 +187,10 @@ class Cluster:
             lines = self.log(instance).read_text(errors="replace").splitlines()
         except OSError:
             return "it left no log"
-        told = [line for line in lines if line.startswith(("kvbus:", "Error:"))]
-        return told[-1] if told else " | ".join(lines[-3:]) or "its log is empty"
+        for speaker in ("kvbus engine:", "kvbus:", "Error:"):  # an engine's own words say more than that it ended
+            if told := [line for line in lines if line.startswith(speaker)]:
+                return told[-1]
+        return " | ".join(lines[-3:]) or "its log is empty"
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:

@@ -48,10 +48,19 @@ def run(command: click.Command) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _checked_prefix(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    try:
+        return Topics(value).prefix
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def broker_options(function: F) -> F:
     """Add --nats, --token and --prefix: where the broker is; found by itself where `kvbus up` runs."""
     for option in (
-        click.option("--prefix", default="kv", show_default=True, help="First token of all subjects."),
+        click.option(
+            "--prefix", default="kv", show_default=True, callback=_checked_prefix, help="First token of all subjects."
+        ),
         click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token."),
         click.option("--nats", "nats_url", default="", metavar="URL", help="The broker; else the one of `kvbus up`."),
     ):

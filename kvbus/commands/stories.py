@@ -114,8 +114,7 @@ class Story:
             return f"{text}ended with its process and never returned, since {told.out}."
         if not told.returned:
             return f"{text}still out, since {told.out}."
-        kept = " as content" if life.bits & Fact.CONSUMED else " as free pages" if life.direction == "write" else ""
-        return f"{text}returned {'exactly once' if life.returns == 1 else f'{life.returns} times'}{kept}."
+        return f"{text}returned {'exactly once' if life.returns == 1 else f'{life.returns} times'}{_kept(life)}."
 
 
 def tell(events: Iterable[Event], wanted: str) -> Story | NotFound:
@@ -300,6 +299,15 @@ class _Teller:
 
 
 _AFTER_LEASING = frozenset({"leased", "asking", "computing", "granted", "moving"})
+
+
+def _kept(life: LeaseLife) -> str:
+    if life.direction != "write":
+        return ""
+    if not life.bits & Fact.CONSUMED:
+        return " as free pages"
+    arrived = life.ended.arrived if life.ended else 0
+    return " as content" if arrived in {0, len(life.pages)} else f", {arrived} of them as content"
 
 
 def _lease_of(found: Found) -> LeaseKey:

@@ -107,7 +107,8 @@ def _ended(body: OutcomeFixed, life: LeaseLife) -> str:
 
 def _facts(change: LeaseChange) -> Iterator[Line]:
     life, bits = change.life, change.bits
-    failed = [_why(row.failure, row.text) for row in change.failures]
+    told = life.ended.text if life.ended else ""  # the end of its attempt has said why already
+    failed = [_why(row.failure, "" if row.text == told else row.text) for row in change.failures]
     words = [*fact_names(bits & ~int(Fact.RETURNED) & ~EVIDENCE_BITS), *evidence_names(bits)]
     if bits & Fact.DELIVERED and life.ended is not None and life.direction == "write":
         words.append(f"{life.ended.arrived}/{counted(len(life.pages), 'block')}")

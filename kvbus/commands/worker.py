@@ -9,11 +9,13 @@ from pathlib import Path
 import click
 
 from kvbus.commands.common import broker_options, set_up_logging
-from kvbus.config import ENGINES, TransferLimits, WorkerSettings, checked_settings, discover
+from kvbus.config import ENGINES, WorkerSettings, checked_settings, discover
 from kvbus.engines.model_cache import default_folder
 from kvbus.errors import ConfigError
 from kvbus.topics import Topics
 from kvbus.worker import run_worker
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def default_run_dir() -> Path:
@@ -54,7 +56,7 @@ def engine_options(engine: str, given: str) -> dict[str, object]:
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Folder for socket and lock.")
 @click.option("--parent-pid", default=0, hidden=True, help="Stop when this process has ended.")
-@click.option("--log-level", default="info", show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @broker_options
 def worker(nats_url: str, token: str, source_allow: tuple[str, ...], **options: object) -> None:
     """Run one member of one instance; its engine starts with it, in a process of its own."""
@@ -67,11 +69,11 @@ def worker(nats_url: str, token: str, source_allow: tuple[str, ...], **options: 
 
 
 def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options: dict[str, object]) -> WorkerSettings:
-    limits = TransferLimits(
-        inflight_max=int(str(options.pop("inflight_max"))),
-        dedup_ttl_s=float(str(options.pop("dedup_ttl"))),
-        source_allow=source_allow,
-    )
+    limits = {
+        "inflight_max": options.pop("inflight_max"),
+        "dedup_ttl_s": options.pop("dedup_ttl"),
+        "source_allow": source_allow,
+    }
     engine = str(options["engine"])
     return checked_settings(
         nats_url=nats_url,

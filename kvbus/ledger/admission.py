@@ -66,6 +66,8 @@ class AdmissionGate:
         self._entries_max = entries_max
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._by_content: dict[bytes, str] = {}
+        # By the requester's own event id, also of what failed: the queue may offer that again, but it never runs twice.
+        self._ended: OrderedDict[str, str] = OrderedDict()
         self._inflight = 0
         self._counts = dict.fromkeys(("fired", "settled", "failed", "deduped", "skipped_busy", "refused"), 0)
 
@@ -73,6 +75,8 @@ class AdmissionGate:
         """Answer a request that asks to become `transfer`."""
         if refusal := self._source_refusal(source):
             return self.refuse(refusal)
+        if ended := self._ended.get(request_id):
+            return Admission(Verdict.ADOPTED, "delivered again, and ended", ended)
         self._forget_expired(now)
         entry = self._entries.get(request_hash)
         if entry is not None:
@@ -117,6 +121,9 @@ class AdmissionGate:
         if entry is None or not entry.running:
             return
         entry.running = False
+        self._ended[entry.request_id] = entry.transfer
+        if len(self._ended) > self._entries_max:
+            self._ended.popitem(last=False)
         self._inflight -= 1
         self._counts["settled" if settled else "failed"] += 1
         if not settled or not self._dedup_ttl_s:

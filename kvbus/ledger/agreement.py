@@ -129,6 +129,9 @@ class Agreement:
         reports = opened.reports.values()
         if not all(report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS for report in reports):
             return None
+        if any(report.bits & Fact.ABANDONED for report in reports):
+            # One rank that gave up has no content: nobody else's may become visible either (P10, P11).
+            return self.void(transfer, "a rank gave its lease up")
         self._close(transfer)
         lo = max(report.lo or 0 for report in reports)
         hi = min(report.hi or 0 for report in reports)

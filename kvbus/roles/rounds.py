@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbus.ledger.agreement import Agreement, Decision
-from kvbus.ledger.facts import RESULT_BITS, Fact, FactDetail, LeaseFacts, OutcomeRow
+from kvbus.ledger.facts import RESULT_BITS, Fact, FactDetail, FailureClass, LeaseFacts, OutcomeRow
 from kvbus.ledger.holder import LeaseHolder
 
 PASSES_MAX = 8
@@ -86,14 +86,24 @@ class Rounds:
         self._sink.decision(decision)
         return decision
 
+    def apply(self, decision: Decision) -> None:
+        """Settle our tickets in a decision; what was voided is given up first, so that nothing of it counts (P10)."""
+        ours = [
+            party.ticket for party in decision.parties if (party.member, party.epoch) == (self._member, self._epoch)
+        ]
+        if decision.kind == "void":
+            for ticket in ours:
+                if self.holder.bits(ticket):
+                    self.holder.abandon(ticket, FailureClass.CONTRADICTION, decision.reason)
+        self.statistics.unknown_tickets += len(self.holder.settle(ours))
+
     def _pass(self) -> bool:
         holder = self.holder
         facts = holder.collect()
         self.statistics.rounds += 1
         if facts:
             self._sink.facts(facts)
-            unknown = holder.settle(self._agree(facts))
-            self.statistics.unknown_tickets += len(unknown)
+            holder.settle(self._agree(facts))
         holder.advance()
         holder.finish()
         if facts:
@@ -101,7 +111,7 @@ class Rounds:
         return bool(facts)
 
     def _agree(self, facts: LeaseFacts) -> list[int]:
-        """Return the tickets to settle now: those of decisions, and local ones that no transfer shares."""
+        """Apply what is decided by these facts; return the tickets that no transfer shares and that may go back now."""
         self.statistics.lines += len(facts.tickets)
         tickets: list[int] = []
         for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
@@ -111,7 +121,7 @@ class Rounds:
             decision = self.agreement.report(party_key, bits, lo=lo, hi=hi)
             if decision is not None:
                 self._sink.decision(decision)
-                tickets += [party.ticket for party in decision.parties if party.member == self._member]
+                self.apply(decision)
             elif bits & Fact.ACCESS_ENDED and bits & RESULT_BITS and not self.agreement.awaits(party_key):
                 tickets.append(ticket)
         return tickets

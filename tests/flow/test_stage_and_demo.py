@@ -131,10 +131,7 @@ def test_stage_takes_a_prompt_from_files(running: Up, tmp_path: Path) -> None:
 def test_the_script_in_the_docs_is_accepted_and_settles(running: Up) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "request_transfer.py")],
-        env={
-            **environment(running.state),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
+        env=environment(running.state, {"PYTHONPATH": str(ROOT)}),
         capture_output=True,
         text=True,
         timeout=COMMAND_S,

@@ -1,8 +1,11 @@
 """A transfer's trail as two members record it: real holders, agreements and recorders; bytes and bus by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from kvbus.commands.logs import LogReader
 from kvbus.events import Event, TransferOutcome, TransferStep
@@ -165,3 +168,21 @@ async def flushed(*members: Member) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def command(name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run a command as a person does, in a process of its own, on a page of 100 columns."""
+    program = f"import sys; from kvbus.commands.common import run; from kvbus.commands.{name} import {name}; "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{program}sys.exit(run({name}))", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,12 +1,17 @@
 """A transfer's story is told from recorded events alone, and what was not recorded is named, never made up."""
 
+import asyncio
 import io
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 from rich.console import Console
 
+from kvbus.broker import EmbeddedBroker
+from kvbus.bus import NatsBus
+from kvbus.bus_assets import EMBEDDED
 from kvbus.commands.rendering import candidate_line, not_found_document, print_story, story_document
 from kvbus.commands.stories import Lane, Story, tell
 from kvbus.commands.trails import NotFound, in_order
@@ -32,7 +37,7 @@ from kvbus.ledger.facts import Fact
 from kvbus.parts import Body, Prompt
 from kvbus.testing.bus import MemoryBus
 from kvbus.transport import Bus
-from tests.unit.story_parts import BEGAN_NS, BLOCKS, HASH, REQUEST, TRANSFER, Member, Pair, flushed
+from tests.unit.story_parts import BEGAN_NS, BLOCKS, HASH, REQUEST, TRANSFER, Member, Pair, command, flushed
 
 
 @pytest.fixture
@@ -412,3 +417,46 @@ async def test_the_document_has_all_that_the_story_says(whole: list[Event]) -> N
     outcome = document["outcome"]
     assert isinstance(outcome, dict)
     assert outcome["pages_moved"] == BLOCKS
+
+
+# ---------------------------------------------------------------------------------------------------- as a command
+
+
+async def story_of(broker: EmbeddedBroker, *arguments: str) -> tuple[int, str, str]:
+    with command("story", *arguments, "--nats", broker.url, "--token", broker.token) as process:
+        out, err = await asyncio.to_thread(process.communicate, timeout=30.0)
+        return process.returncode, out, err
+
+
+async def test_the_command_tells_from_a_real_broker_what_was_recorded_there(broker: EmbeddedBroker) -> None:
+    nats = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED)
+    await nats.ensure_assets()
+    pair = Pair(nats)
+    pair.whole()
+    await pair.events()
+    await nats.close()
+
+    status, out, err = await story_of(broker, "T1@b")
+    assert (status, err) == (0, "")
+    assert "Nothing is out." in out
+    assert max(len(one) for one in out.splitlines()) <= 100
+
+    status, out, _ = await story_of(broker, HASH[:8], "--json")
+    assert status == 0
+    assert json.loads(out)["complete"] is True
+
+    status, out, err = await story_of(broker, "b-00000007-9")
+    assert (status, out) == (1, "")
+    assert TRANSFER in err
+
+    status, out, _ = await story_of(broker, "nobody", "--json")
+    assert status == 1
+    assert json.loads(out)["candidates"][0]["transfer"] == TRANSFER
+
+
+def test_without_a_broker_the_command_says_so_and_exits_with_2() -> None:
+    with command("story", "b-00000007-1", "--nats", "nats://127.0.0.1:9") as process:
+        out, err = process.communicate(timeout=30.0)
+
+    assert (process.returncode, out) == (2, "")
+    assert "no broker answers" in err

@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from click.testing import CliRunner
@@ -31,7 +29,7 @@ from kvbus.subscriber import Lagged
 from kvbus.testing.bus import MemoryBus
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
-from tests.unit.story_parts import BEGAN_NS, BLOCKS, HASH, TRANSFER, Pair, flushed
+from tests.unit.story_parts import BEGAN_NS, BLOCKS, HASH, TRANSFER, Pair, command, flushed
 from tests.waiting import until
 
 HOUR_NS = 3_600 * 10**9
@@ -274,24 +272,6 @@ async def test_a_broker_that_comes_back_loses_nothing_for_who_watches(broker: Em
 # ------------------------------------------------------------------------------------------------ as a command
 
 
-@contextlib.contextmanager
-def command(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a command as a person does, in a process of its own."""
-    program = "import sys; from kvbus.commands.common import run; from kvbus.commands.watch import watch; "
-    process = subprocess.Popen(
-        [sys.executable, "-c", program + "sys.exit(run(watch))", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 async def printed(process: "subprocess.Popen[str]", said: Callable[[str], bool]) -> str:
     """Read a process's lines until one is what is awaited."""
 
@@ -307,7 +287,7 @@ async def test_once_prints_documents_and_exits(nats: Bus, broker: EmbeddedBroker
     pair.whole()
     async with flushed(pair.a, pair.b):
         arguments = ("--once", "--json", "--nats", broker.url, "--token", broker.token)
-        with command(*arguments) as process:
+        with command("watch", *arguments) as process:
             out, err = await asyncio.to_thread(process.communicate, timeout=30.0)
 
     assert (process.returncode, err) == (0, "")
@@ -321,7 +301,7 @@ async def test_once_prints_documents_and_exits(nats: Bus, broker: EmbeddedBroker
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_ctrl_c_ends_it_with_status_0_and_no_trace(nats: Bus, broker: EmbeddedBroker, number: int) -> None:
-    with command("--nats", broker.url, "--token", broker.token) as process:
+    with command("watch", "--nats", broker.url, "--token", broker.token) as process:
         await printed(process, lambda line: "history ends here" in line)
         pair = Pair(nats, unix_ns=time.time_ns)
         pair.b.step("accepted", "heard live")
@@ -334,7 +314,7 @@ async def test_ctrl_c_ends_it_with_status_0_and_no_trace(nats: Bus, broker: Embe
 
 
 def test_without_a_broker_it_says_so_and_exits_with_2() -> None:
-    with command("--nats", "nats://127.0.0.1:9") as process:
+    with command("watch", "--nats", "nats://127.0.0.1:9") as process:
         out, err = process.communicate(timeout=30.0)
 
     assert process.returncode == 2
@@ -344,7 +324,7 @@ def test_without_a_broker_it_says_so_and_exits_with_2() -> None:
 
 
 async def test_a_broker_without_streams_is_an_error_that_says_so(broker: EmbeddedBroker) -> None:
-    with command("--nats", broker.url, "--token", broker.token) as process:
+    with command("watch", "--nats", broker.url, "--token", broker.token) as process:
         _, err = await asyncio.to_thread(process.communicate, timeout=30.0)
 
     assert process.returncode == 2

@@ -78,7 +78,26 @@ def test_a_failed_request_is_forgotten_and_may_be_tried_again_at_once() -> None:
     ask(one, "h")
     one.ended("h", settled=False)
     assert one.statistics().seen == 0
-    assert ask(one, "h") is Verdict.ACCEPTED
+    assert ask(one, "h", by="another request") is Verdict.ACCEPTED
+
+
+def test_a_request_that_the_queue_offers_again_never_runs_twice_whatever_became_of_it() -> None:
+    # P22: the ack was lost, and the request comes back after its transfer has failed
+    one = gate()
+    ask(one, "h", by="the one request")
+    one.ended("h", settled=False)
+    again = one.admit("h", request_id="the one request", source="a", transfer="t-second", now=1.0)
+    assert (again.verdict, again.transfer) == (Verdict.ADOPTED, "t-h")
+    assert one.statistics().fired == 1
+
+
+def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
+    one = gate(entries=3)
+    for number in range(5):
+        ask(one, f"h{number}", by=f"r{number}")
+        one.ended(f"h{number}", settled=False)
+    assert ask(one, "h4", by="r4") is Verdict.ADOPTED
+    assert ask(one, "h0", by="r0") is Verdict.ACCEPTED
 
 
 def test_the_end_of_an_older_run_does_not_end_a_newer_one() -> None:

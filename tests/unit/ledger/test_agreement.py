@@ -163,3 +163,13 @@ def test_every_order_of_three_words_settles_on_the_last() -> None:
         agreement = opened()
         said = [agreement.report(party.key, ENDED, lo=0, hi=4) for party in order]
         assert [one is not None for one in said] == [False, False, True]
+
+
+def test_one_rank_that_gave_up_voids_the_transfer_for_all() -> None:
+    # P11: the others have the bytes, but no name may become visible
+    agreement = opened()
+    for party in PARTIES[:2]:
+        assert agreement.report(party.key, ENDED, lo=0, hi=4) is None
+    decision = agreement.report(PARTIES[2].key, ENDED | int(Fact.ABANDONED), lo=0, hi=0)
+    assert decision is not None
+    assert (decision.kind, decision.parties) == ("void", PARTIES)

@@ -36,8 +36,8 @@ def test_a_write_goes_back_once_result_access_end_and_settle_are_there() -> None
     assert bench.reported(ticket) & (RETURNED | CONSUMED) == RETURNED | CONSUMED
 
 
-@pytest.mark.parametrize("given", [set(c) for n in range(3) for c in itertools.combinations("RAS", n)], ids=str)
-def test_a_write_stays_while_any_one_of_the_three_conditions_is_missing(given: set[str]) -> None:
+@pytest.mark.parametrize("given", ["".join(c) for n in range(3) for c in itertools.combinations("RAS", n)])
+def test_a_write_stays_while_any_one_of_the_three_conditions_is_missing(given: str) -> None:
     # contract 1, contract 3
     bench = Bench()
     ticket, lease = bench.submitted_write()

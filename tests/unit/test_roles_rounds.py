@@ -1,0 +1,111 @@
+"""The round: what is agreed is returned in the same round; what is voided is given up first, so that nothing counts."""
+
+from kvbus.ledger.agreement import Agreement, Decision, Party
+from kvbus.ledger.binding import Binding
+from kvbus.ledger.facts import Evidence, Fact, FactDetail, LeaseFacts, OutcomeRow
+from kvbus.ledger.holder import LeaseHolder
+from kvbus.ledger.types import Delivered, Direction, SubmitMode
+from kvbus.roles.rounds import Rounds
+from kvbus.testing.ledger_parts import ListedLender, ManualBackend
+
+PULL = SubmitMode("pull", Direction.WRITE)
+
+
+class Sink:
+    """Keeps what a round recorded."""
+
+    def __init__(self) -> None:
+        self.batches: list[LeaseFacts] = []
+        self.decisions: list[Decision] = []
+
+    def facts(self, facts: LeaseFacts) -> None:
+        self.batches.append(facts)
+
+    def decision(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+
+
+class Follower:
+    """Runs a round from inside a round, as a transfer does."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.bits: dict[int, int] = {}
+
+    def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
+        del lo, hi
+        self.bits[ticket] = self.bits.get(ticket, 0) | bits
+        self.rounds.run()
+
+    def on_outcome(self, row: OutcomeRow) -> None:
+        del row
+
+    def on_detail(self, detail: FactDetail) -> None:
+        del detail
+
+
+class Town:
+    """One member with one lender and one backend, both driven by hand."""
+
+    def __init__(self) -> None:
+        self.lender, self.backend, self.sink = ListedLender(), ManualBackend("pull"), Sink()
+        holder = LeaseHolder(bindings=[Binding("pull", self.backend, Direction.WRITE)], lenders=[self.lender])
+        self.rounds = Rounds(holder=holder, agreement=Agreement(term=1), sink=self.sink, member="m0", epoch=7)
+        self.follower = Follower(self.rounds)
+        self.rounds.follow(self.follower)
+
+    def take(self, rows: int = 2) -> int:
+        ticket = self.rounds.holder.take(self.lender.lend(Direction.WRITE, rows), PULL, "grant", now=0.0, peer="a")
+        self.rounds.run()
+        return ticket
+
+
+def test_a_lease_that_no_transfer_shares_is_settled_and_returned_at_once() -> None:
+    town = Town()
+    ticket = town.take()
+    town.backend.answer(ticket, Delivered((True, True), 2), Evidence.COMPLETED)
+    town.rounds.run()
+    assert town.rounds.holder.tickets() == set()
+    assert town.follower.bits[ticket] & (Fact.RETURNED | Fact.CONSUMED) == Fact.RETURNED | Fact.CONSUMED
+    assert not town.sink.decisions
+
+
+def test_a_transfers_lease_goes_back_by_its_decision_and_both_are_recorded() -> None:
+    town = Town()
+    ticket = town.take()
+    town.rounds.decide(lambda agreement: agreement.open("t", (Party("m0", 7, 0, ticket),)))
+    town.backend.answer(ticket, Delivered((True, False), 1), None)
+    town.rounds.run()
+    assert town.rounds.holder.tickets() == {ticket}  # the bytes are here; who may still touch them is not known
+    town.backend.end(ticket)
+    town.rounds.run()
+    assert [decision.kind for decision in town.sink.decisions] == ["open", "settle"]
+    assert town.rounds.holder.tickets() == set()
+
+
+def test_what_is_voided_goes_back_without_content() -> None:
+    # P10: two bounds from one party; the rows arrived, and none of them may count
+    town = Town()
+    ticket = town.take()
+    town.rounds.decide(lambda agreement: agreement.open("t", (Party("m0", 7, 0, ticket), Party("m1", 9, 0, 1))))
+    town.backend.answer(ticket, Delivered((True, True), 2), Evidence.COMPLETED)
+    town.rounds.run()
+    assert town.rounds.holder.tickets() == {ticket}  # the other member has not reported
+    agreement = town.rounds.agreement
+    agreement.report(("m1", 9, 1), int(Fact.DELIVERED), lo=0, hi=1)
+    decision = agreement.report(("m1", 9, 1), int(Fact.DELIVERED), lo=0, hi=2)
+    assert decision is not None
+    town.rounds.apply(decision)
+    town.rounds.run()
+    assert town.follower.bits[ticket] & Fact.RETURNED
+    assert not town.follower.bits[ticket] & Fact.CONSUMED
+    assert not town.lender.content
+
+
+def test_a_decision_about_another_members_ticket_of_the_same_number_touches_nothing_here() -> None:
+    town = Town()
+    ticket = town.take()
+    town.rounds.apply(Decision("settle", "t", 1, 1, "", (Party("m1", 9, 0, ticket),)))
+    assert not town.rounds.holder.bits(ticket) & Fact.SETTLED
+    town.rounds.apply(Decision("settle", "t", 1, 2, "", (Party("m0", 8, 0, ticket),)))  # our name, another epoch
+    assert not town.rounds.holder.bits(ticket) & Fact.SETTLED
