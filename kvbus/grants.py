@@ -150,8 +150,8 @@ def _geometry_refusal(pool: PoolGeometry, page_bytes: int) -> str | None:
         return f"pages are {pool.page_bytes} bytes, expected {page_bytes}"
     if pool.page_stride < pool.page_bytes:
         return f"page stride {pool.page_stride} is shorter than a page of {pool.page_bytes} bytes"
-    if pool.base + pool.length_bytes >= 1 << 63:
-        return "the pool's address range wraps"
+    if not pool.base or pool.base + pool.length_bytes >= 1 << 63:
+        return "the pool has no address, or its address range wraps"
     table_end = pool.generations_offset + Grant.GENERATION_LENGTH_BYTES * pool.page_count
     if table_end > pool.pages_offset:
         return "the generation table overlaps the pages"

@@ -22,7 +22,6 @@ from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
-from kvbus.ledger.transfer import STOP_WAIT_S
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.assembly import Base, Parts, assemble
@@ -41,8 +40,11 @@ ENGINE_WAIT_S = 180.0
 """Loading a model of hundreds of MB from a cold disk, with torch's own import, on two busy cores."""
 ENGINE_RESTARTS_MAX = 3
 """An engine that died three times will die a fourth time; then somebody has to look."""
-STOP_BUDGET_S = 5.0
-"""For each part of the shutdown: transfers, leases, the outbox. What is not evident by then stays mapped until exit."""
+STOP_BUDGET_S = 3.0
+"""For each part of the shutdown: transfers, the engine, leases, the outbox. What is not evident by then stays mapped
+until the process exits; in all a worker ends within half a minute."""
+FLUSH_S = 1.0
+"""For telling sources that access has ended: they answer in milliseconds, or learn it from our process's end."""
 
 log = logging.getLogger(__name__)
 
@@ -123,19 +125,19 @@ class Worker:
             base = self._make_base(topics, epoch)
             self._watch_parent(base)
             await self._open_port(base)
-            tasks = [self._spawn(base.recorder.run(), "recorder")]
+            tasks = {"recorder": self._spawn(base.recorder.run(), "recorder")}
             try:
-                tasks.append(self._spawn(self._keep_engine(), "engine"))
+                tasks["engine"] = self._spawn(self._keep_engine(), "engine")
                 parts = await self._engine_attached(tasks)
+                if parts is None:
+                    return  # told to stop before the engine was there
                 await parts.intake.listen()
                 await parts.presence.register()
-                tasks.append(self._spawn(parts.presence.run(), "presence"))
-                consumer = self._spawn(parts.intake.consume(), "intake")
-                tasks += [consumer, self._spawn(self._rounds(parts), "rounds")]
+                tasks["presence"] = self._spawn(parts.presence.run(), "presence")
+                tasks["intake"] = self._spawn(parts.intake.consume(), "intake")
+                tasks["rounds"] = self._spawn(self._rounds(parts), "rounds")
                 self.on_ready(f"{self.settings.instance}/{self.settings.member} is ready: {parts.pool.memory!r}")
                 await self._until_stopped(tasks)
-                consumer.cancel()
-                await self._end(parts)
             finally:
                 await self._close(base, tasks)
 
@@ -210,15 +212,17 @@ class Worker:
         log.info("engine lost: %s", reason)
         self._attached.clear()
 
-    async def _engine_attached(self, tasks: list[asyncio.Task[None]]) -> Parts:
+    async def _engine_attached(self, tasks: dict[str, asyncio.Task[None]]) -> Parts | None:
         waiting = self._spawn(_wait(self._attached), "attach")
         stopped = self._spawn(_wait(self._stop), "stop")
-        wanted = {waiting, stopped, *tasks}
+        wanted = {waiting, stopped, *tasks.values()}
         ended, _ = await asyncio.wait(wanted, timeout=ENGINE_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         stopped.cancel()
-        for task in ended & set(tasks):
+        for task in ended & set(tasks.values()):
             task.result()  # raises what ended it
+        if self.parts is None and self._stop.is_set():
+            return None
         if self.parts is None:
             raise ConfigError(
                 f"the {self.settings.engine} engine did not attach within {ENGINE_WAIT_S:g} s; its own output says why"
@@ -270,42 +274,59 @@ class Worker:
         parts.rounds.run()
         parts.destination.tick()
 
-    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> None:
         stopped = self._spawn(_wait(self._stop), "stop")
-        await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopped, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        for task in tasks:
+        for task in tasks.values():
             if task.done():
                 task.result()  # raises what ended it: none of them ends by itself
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    async def _end(self, parts: Parts) -> None:
-        """Stop, return what there is evidence for, and tell; each part within its own budget (contract 54)."""
-        parts.source.stop_lending()
-        parts.destination.stop(f"{self.settings.instance} is shutting down")
-        budget_s = STOP_BUDGET_S + STOP_WAIT_S
-        await _until(lambda: not parts.destination.running, budget_s)
-        await parts.asker.flush(STOP_BUDGET_S)
-        await parts.intake.close()
-        await parts.source.close()
+    async def _close(self, base: Base, tasks: dict[str, asyncio.Task[None]]) -> None:
+        """Stop, return what there is evidence for, and tell; each part within its own budget (contract 54).
 
-    async def _close(self, base: Base, tasks: list[asyncio.Task[None]]) -> None:
+        Also the way out after a fault: then rounds may not run by themselves any more, so they are run here.
+        """
         self._stop.set()
-        parts = self.parts
+        if "intake" in tasks:
+            tasks["intake"].cancel()
+        if self.parts is not None:
+            await self._end_traffic(self.parts)
         if self._port is not None and not await self._port.close():
             await self._end_engine()
-        if parts is not None:
-            await parts.destination.close()
-            await parts.asker.close()
-            await self._shut_holder(parts)
+            await self._port.close()
+        if self.parts is not None:
+            await self._shut_holder(self.parts)
+            await self._stop_listening(self.parts)
         if not await base.recorder.flush(STOP_BUDGET_S):
             log.warning("%d bytes of facts did not reach the broker", base.recorder.queued_bytes)
-        for task in tasks:
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         await self._end_engine()
         base.watch.close()
+
+    async def _end_traffic(self, parts: Parts) -> None:
+        """Take and lend nothing new; wait, bounded, until transfers have ended and readers have let go."""
+        parts.source.stop_lending()
+        parts.destination.stop(f"{self.settings.instance} is shutting down")
+
+        def ended() -> bool:
+            self._round(parts)
+            return not parts.destination.running and not parts.lending.statistics().lent
+
+        await _until(ended, STOP_BUDGET_S)
+        await parts.asker.flush(FLUSH_S)
+
+    async def _stop_listening(self, parts: Parts) -> None:
+        """The forced close may have ended the last reads: tell their sources too, then leave the bus."""
+        await parts.asker.flush(FLUSH_S)
+        await parts.asker.close()
+        await parts.intake.close()
+        await parts.source.close()
+        await parts.destination.close()
 
     async def _shut_holder(self, parts: Parts) -> None:
         holder = parts.rounds.holder

@@ -60,7 +60,7 @@ class Cluster:
     broker: EmbeddedBroker | None = None
     workers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     registered: dict[str, Registered] = field(default_factory=dict)
-    _failed: bool = False
+    keep_logs: bool = False
     _minder: asyncio.subprocess.Process | None = None
 
     @property
@@ -118,7 +118,7 @@ class Cluster:
             await self.broker.stop()
         if self._minder is not None:  # it ends with the broker
             await _end(self._minder)
-        if not self._failed:  # a log that somebody was told to read stays
+        if not self.keep_logs:  # a log that somebody was told to read stays
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     async def until_worker_ends(self) -> str:
@@ -176,7 +176,7 @@ class Cluster:
             if ours:
                 return ours[0]
             if worker.returncode is not None:
-                self._failed = True
+                self.keep_logs = True
                 words = self._last_words(instance)
                 raise ConfigError(f"instance {instance} did not start: {words}", log=str(self.log(instance)))
             await asyncio.sleep(POLL_S)

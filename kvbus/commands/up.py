@@ -3,13 +3,14 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
 from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
 from kvbus.commands.worker import engine_options
-from kvbus.config import ENGINES, state_dir, state_file, write_state
+from kvbus.config import ENGINES, state_dir, write_state
 
 
 @click.command()
@@ -55,6 +56,7 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
     cluster = Cluster(plan)
     starting = asyncio.ensure_future(cluster.start(lambda text: screen.print(f"[dim]{text} …[/]")))
     stopping = asyncio.ensure_future(stop.wait())
+    path: Path | None = None
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -71,6 +73,7 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
         if stop.is_set():
             ended.cancel()
             return 0
+        cluster.keep_logs = True
         screen.print(f"[red]instance {ended.result()} has ended; its log: {cluster.log(ended.result())}[/]")
         return EXIT_FAILED
     finally:
@@ -79,7 +82,8 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
         await asyncio.gather(starting, stopping, return_exceptions=True)
         screen.print("[dim]stopping …[/]")
         await cluster.stop()
-        state_file().unlink(missing_ok=True)
+        if path is not None:  # one that we did not write belongs to a `kvbus up` that runs on
+            path.unlink(missing_ok=True)
 
 
 def _state(cluster: Cluster) -> dict[str, object]:

@@ -133,7 +133,7 @@ class MemoryReader:
         target = self._targets.get(order.view.rank)
         if self._is_shut:
             raise SubmissionRejectedError(FailureClass.SHUTDOWN, "the reader is shut down")
-        if target is None or self._thread is None:
+        if target is None or self._thread is None or not self._thread.is_alive():
             text = f"no pool is registered for rank {order.view.rank}, or the reader was not started"
             raise SubmissionRejectedError(FailureClass.TRANSPORT, text)
         checked = plan(order, target[0], self.name)
@@ -284,7 +284,10 @@ def map_source(offer: MemoryAccess) -> PoolMemory:
     process is looked at again after opening: a pid that was reused in between would lend out a stranger's file.
     """
     process = offer.process
-    pidfd = open_pidfd(process)
+    try:
+        pidfd = open_pidfd(process)
+    except OSError as error:  # no descriptors are left
+        raise BackendError(f"the lender (pid {process.pid}) cannot be looked at: {error.strerror}") from error
     if pidfd is None:
         raise BackendError(f"the lender (pid {process.pid}) is gone, or not of this host: use another transport")
     try:
@@ -301,6 +304,9 @@ def map_source(offer: MemoryAccess) -> PoolMemory:
     except KvbusError:
         os.close(fd)
         raise
+    except (OSError, ValueError, RecursionError) as error:  # a header that only looks like one
+        os.close(fd)
+        raise PeerError(f"the lender's memory holds no pool: {error!r}") from error
 
 
 def mismatch(source: PoolMemory, grant: Grant) -> str | None:

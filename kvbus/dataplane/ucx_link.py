@@ -25,6 +25,9 @@ POSTS_A_STEP_MAX = 64
 NOTICES_UNDER_WAY_MAX = 1024
 """Beyond that the peer does not take messages; the bus repeats each notice anyway."""
 
+POST_ERRORS = (BackendError, ValueError, TypeError)
+"""What the binding raises before a call reaches UCX; a peer's grant may lead there, and only its attempt ends by it."""
+
 
 @dataclass(slots=True)
 class LinkCounters:
@@ -89,7 +92,7 @@ class Link:
             reading.key = self._keys[packed_key]
             if not self._is_up and not self._in_flight:
                 self._post(reading.probe())
-        except BackendError as error:
+        except POST_ERRORS as error:
             reading.stop(FailureClass.TRANSPORT, str(error))
 
     def step(self, now: float) -> float | None:

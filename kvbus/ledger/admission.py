@@ -71,20 +71,27 @@ class AdmissionGate:
         self._inflight = 0
         self._counts = dict.fromkeys(("fired", "settled", "failed", "deduped", "skipped_busy", "refused"), 0)
 
-    def admit(self, request_hash: str, *, request_id: str, source: str, transfer: str, now: float) -> Admission:
-        """Answer a request that asks to become `transfer`."""
+    def repeat(self, request_hash: str, *, request_id: str, source: str, now: float) -> Admission | None:
+        """Answer a request that is refused for its source, or that has been answered before; None for a new one."""
         if refusal := self._source_refusal(source):
             return self.refuse(refusal)
         if ended := self._ended.get(request_id):
             return Admission(Verdict.ADOPTED, "delivered again, and ended", ended)
         self._forget_expired(now)
         entry = self._entries.get(request_hash)
-        if entry is not None:
-            if entry.request_id == request_id:
-                return Admission(Verdict.ADOPTED, "delivered again", entry.transfer)
-            self._counts["deduped"] += 1
-            state = "is running" if entry.running else "has settled within the dedup time"
-            return Admission(Verdict.DEDUPED, f"the same request {state}", entry.transfer)
+        if entry is None:
+            return None
+        if entry.request_id == request_id:
+            return Admission(Verdict.ADOPTED, "delivered again", entry.transfer)
+        self._counts["deduped"] += 1
+        state = "is running" if entry.running else "has settled within the dedup time"
+        return Admission(Verdict.DEDUPED, f"the same request {state}", entry.transfer)
+
+    def admit(self, request_hash: str, *, request_id: str, source: str, transfer: str, now: float) -> Admission:
+        """Answer a request that asks to become `transfer`."""
+        known = self.repeat(request_hash, request_id=request_id, source=source, now=now)
+        if known is not None:
+            return known
         if self._inflight >= self._inflight_max:
             self._counts["skipped_busy"] += 1
             reason = f"{self._inflight} transfers are running, at most {self._inflight_max}: try again later"

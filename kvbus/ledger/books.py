@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.binding import Binding, BindingStatistics
 from kvbus.ledger.facts import Fact
+from kvbus.ledger.foreign import Foreign
 from kvbus.ledger.held import Held
 
 
@@ -27,8 +28,24 @@ class HolderStatistics:
     returned: int
     held: int
     retained: int
+    oldest_taken_at: float | None
+    """When the oldest lease that is held was taken, on the caller's clock."""
     lenders_stopped: tuple[str, ...]
     bindings: tuple[BindingStatistics, ...]
+
+
+def count_books(held: Mapping[int, Held], foreign: Foreign, *, taken: int, returned: int) -> HolderStatistics:
+    """Return a holder's counts as a frozen record."""
+    bindings = tuple(binding.statistics() for binding in foreign.bindings.values())
+    return HolderStatistics(
+        taken=taken,
+        returned=returned,
+        held=len(held),
+        retained=sum(record.retained for record in bindings),
+        oldest_taken_at=next((one.taken_at for one in held.values()), None),
+        lenders_stopped=tuple(foreign.stopped_lenders),
+        bindings=bindings,
+    )
 
 
 def check_books(

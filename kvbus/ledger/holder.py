@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.binding import Binding
-from kvbus.ledger.books import HolderShutdown, HolderStatistics, check_books
+from kvbus.ledger.books import HolderShutdown, HolderStatistics, check_books, count_books
 from kvbus.ledger.facts import AttemptRow, Fact, FactDetail, FailureClass, GrantedRow, LeaseFacts, OutcomeRow
 from kvbus.ledger.foreign import Foreign
 from kvbus.ledger.held import NOT_YET, Held
@@ -216,6 +216,11 @@ class LeaseHolder:
 
     # ------------------------------------------------------------------------------------------------------ looking
 
+    @property
+    def has_news(self) -> bool:
+        """True where the next `collect` has something to report already."""
+        return bool(self._changed or self._rows or self._foreign.details)
+
     def view(self, ticket: int) -> LeaseView | None:
         """Return a held lease's view once it is granted."""
         held = self._held.get(ticket)
@@ -232,15 +237,7 @@ class LeaseHolder:
 
     def statistics(self) -> HolderStatistics:
         """Return the counters as a frozen record."""
-        bindings = tuple(binding.statistics() for binding in self._foreign.bindings.values())
-        return HolderStatistics(
-            taken=self._next_ticket - 1,
-            returned=self._returned,
-            held=len(self._held),
-            retained=sum(record.retained for record in bindings),
-            lenders_stopped=tuple(self._foreign.stopped_lenders),
-            bindings=bindings,
-        )
+        return count_books(self._held, self._foreign, taken=self._next_ticket - 1, returned=self._returned)
 
     def check(self) -> None:
         """Raise LedgerContradictionError where the holder's own books disagree; costs time in what is held."""

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
+UNCLAIMED_S = 60.0
+"""How long the book keeps a refusal that nobody comes back for: twice a transfer's default budget. It holds no page."""
 TOMBSTONES_MAX = 65_536
 """At 1,000 transfers a second this remembers a minute; a question older than its own budget (30 s by default) is not
 asked again, so a tombstone that falls out here is one that nobody will miss."""
@@ -28,6 +30,7 @@ class LendEntry:
     """One key's lease: its ticket at the holder, and the sealed grant to repeat."""
 
     state: LendState
+    nonce: bytes
     asked_at: float
     ticket: int = 0
     grant: bytes = b""
@@ -41,7 +44,7 @@ class LendBook:
     def __init__(self, *, entries_max: int) -> None:
         self._entries_max = entries_max
         self._entries: dict[Key, LendEntry] = {}
-        self._closed: OrderedDict[Key, None] = OrderedDict()
+        self._closed: OrderedDict[Key, bytes] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,21 +53,28 @@ class LendBook:
         """Return the open entry of a key."""
         return self._entries.get(key)
 
-    def is_closed(self, key: Key) -> bool:
-        """Return True where the reader has already said that its access has ended."""
-        return key in self._closed
+    def is_closed(self, key: Key, nonce: bytes) -> bool:
+        """Return True where the reader, known by its nonce, has already said that its access has ended."""
+        return self._closed.get(key) == nonce
+
+    def sweep(self, now: float) -> None:
+        """Forget refusals that nobody came back for; they hold no pages."""
+        for key in [
+            key for key, entry in self._entries.items() if entry.refusal and now - entry.asked_at > UNCLAIMED_S
+        ]:
+            del self._entries[key]
 
     def is_full(self) -> bool:
         """Return True where no further reader can be taken."""
         return len(self._entries) >= self._entries_max
 
-    def open(self, key: Key, *, now: float) -> LendEntry:
+    def open(self, key: Key, nonce: bytes, *, now: float) -> LendEntry:
         """Start the entry of a key that has none; ValueError where it has one, is closed, or the book is full."""
-        if key in self._entries or key in self._closed:
+        if key in self._entries or self._closed.get(key) == nonce:
             raise ValueError(f"key {key} has been opened before")
         if self.is_full():
             raise ValueError(f"the book is full: {len(self._entries)} readers, ask `is_full` first")
-        entry = LendEntry(LendState.COMPUTING, now)
+        entry = LendEntry(LendState.COMPUTING, nonce, now)
         self._entries[key] = entry
         return entry
 
@@ -77,10 +87,13 @@ class LendBook:
         """Drop an entry that came to nothing (refused): the same key may ask again."""
         self._entries.pop(key, None)
 
-    def close(self, key: Key) -> LendEntry | None:
-        """Close a key for good and return its entry, if it had one; repeats return None and change nothing."""
+    def close(self, key: Key, nonce: bytes) -> LendEntry | None:
+        """Close a key for good and return its entry, if it had one; repeats return None and change nothing.
+
+        A key that was never opened is closed too: the word that access has ended may overtake the question (P18).
+        """
         if key not in self._closed:
-            self._closed[key] = None
+            self._closed[key] = nonce
             if len(self._closed) > TOMBSTONES_MAX:
                 self._closed.popitem(last=False)
         entry = self._entries.pop(key, None)

@@ -146,6 +146,7 @@ class Transfer:
     prompt_tokens: int = 0
     blocks_wanted: int = 0
     blocks_held: int = 0
+    prefix_held: int = 0
     blocks_granted: int = 0
     shares: dict[int, Share] = field(default_factory=dict)
     asked: bool = False
@@ -171,11 +172,14 @@ class Transfer:
 
     # ------------------------------------------------------------------------------------------------------- events
 
-    def resolved(self, now: float, *, prompt_tokens: int, blocks_wanted: int, blocks_held: int) -> list[Action]:
-        """The prompt has token ids: so many whole blocks, so many of them here already."""
+    def resolved(
+        self, now: float, *, prompt_tokens: int, blocks_wanted: int, blocks_held: int, prefix_held: int
+    ) -> list[Action]:
+        """The prompt has token ids: so many whole blocks, so many here already, so many before the first gap."""
         if self.phase is not Phase.RESOLVING:
             return []
         self.prompt_tokens, self.blocks_wanted, self.blocks_held = prompt_tokens, blocks_wanted, blocks_held
+        self.prefix_held = prefix_held
         if blocks_wanted == blocks_held:
             self.outcome, self.reason = "settled", "every whole block of the prompt is here already"
             return self._end(now)
@@ -211,9 +215,9 @@ class Transfer:
             return self._end(now)
         return self._give_up(now)
 
-    def cancelled(self, now: float, text: str) -> list[Action]:
-        """Somebody asked that this stop; blocks that arrived whole before that are kept."""
-        return self._stop(now, "cancelled", FailureClass.CANCELLED, text)
+    def cancelled(self, now: float, failure: FailureClass, text: str) -> list[Action]:
+        """Somebody asked that this stop (CANCELLED, SHUTDOWN); blocks that arrived whole before that are kept."""
+        return self._stop(now, "cancelled", failure, text)
 
     def facts(self, now: float, ticket: int, bits: int, lo: int, hi: int) -> list[Action]:
         """A line of the ledger's facts about one of this transfer's leases."""
@@ -278,10 +282,10 @@ class Transfer:
     @property
     def bounds(self) -> tuple[int, int]:
         """Where the prompt may resume, in blocks: the largest floor and the smallest end over the ranks."""
-        if not self.shares:
-            return self.blocks_held, self.blocks_held
-        lo = max(share.lo for share in self.shares.values())
-        hi = min(share.hi for share in self.shares.values())
+        ranges = [(share.lo, share.hi) for share in self.shares.values() if share.lo or share.hi]
+        if len(ranges) < len(self.shares) or not ranges:  # a rank got nothing: only what was here before can be used
+            ranges.append((self.prefix_held, self.prefix_held))
+        lo, hi = max(lo for lo, _ in ranges), min(hi for _, hi in ranges)
         return (lo, hi) if lo <= hi else (0, 0)
 
     @property
@@ -354,7 +358,7 @@ class Transfer:
         if waited_s >= 2 * STOP_WAIT_S:  # the request is given back; the pages stay out until there is evidence
             self._go(Phase.ENDED)
             self._ended_at = now
-            return [Report()]
+            return [GiveUp(self.failure, self.reason), Report()]
         return []
 
     def _tick_settling(self, now: float) -> list[Action]:

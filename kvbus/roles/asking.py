@@ -1,8 +1,8 @@
 """Asking a source to lend, and telling it that access has ended: both repeat until they are answered.
 
 A question is idempotent: its key (epoch, transfer, attempt, rank) gets the same lease each time. A release is repeated
-until the source confirms it, since one lost message must not pin pages for ever (P18); it stops only when the registry
-shows that the source's process, and so its pool, is no more.
+until the source confirms it, since one lost message must not pin pages for ever (P18); it stops otherwise only when the
+registry shows the source's member under another epoch: its old process, and so its pool, is no more.
 """
 
 import asyncio
@@ -25,10 +25,6 @@ ANSWER_SLACK_S = 3.0
 RELEASES_MAX = 4_096
 """Releases still unconfirmed: as many leases as a source lends at once; beyond that new transfers are refused."""
 RELEASE_PAUSE_MAX_S = 10.0
-GONE_CHECKS_MAX = 3
-"""A source that is missing from the registry three times in a row, at least 10 s each, has ended or is cut off; its
-own proof of our death or the next contact ends the lease there. Nothing on this side depends on it."""
-
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +81,7 @@ class Asker:
         subject = self._topics.command(source.instance, Command.LEASE)
         while (left_s := deadline - self._clock()) > 0:
             question = asked.model_copy(update={"budget_s": max(0.001, left_s), "wait_s": min(asked.wait_s, left_s)})
+            asked_at = self._clock()
             answer = await self._request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
             if isinstance(answer, NoAnswer):
                 if answer.reason == "nobody_listens":
@@ -95,6 +92,8 @@ class Asker:
             if answer.status == "refused":
                 return NotGranted(failure_named(answer.failure), answer.reason)
             on_computing()
+            if self._clock() - asked_at < self._pause_s:  # it could not wait for us; we do
+                await asyncio.sleep(self._pause_s)
         return NotGranted(FailureClass.DEADLINE, f"{source.instance} did not grant within the budget")
 
     def release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
@@ -161,22 +160,26 @@ class Asker:
     async def _release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
         subject = self._topics.command(source.instance, Command.LEASE)
         body = LeaseReleased(key=key, nonce=nonce)
-        pause_s, gone = self._pause_s, 0
-        while gone < GONE_CHECKS_MAX:
+        pause_s = self._pause_s
+        while True:
             try:
                 data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
                 if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
                     return  # known or not: it holds nothing for this key any more
-                if isinstance(data, NoAnswer) and data.reason == "nobody_listens":
-                    gone = 0 if await self._same_epoch(source) else gone + 1
+                if isinstance(data, NoAnswer) and await self._restarted(source):
+                    return
             except (BusError, PeerError) as error:
                 log.info("release of %s not confirmed: %s", key.transfer, error)
             await asyncio.sleep(pause_s)
             pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
 
-    async def _same_epoch(self, source: Registered) -> bool:
+    async def _restarted(self, source: Registered) -> bool:
+        """Return True where the source's member runs under another epoch: the process that lent is no more.
+
+        A record that is missing proves nothing: the registry forgets within seconds, and a broker may have restarted.
+        """
         registered = await lookup(self._bus, source.instance)
-        return any((one.member, one.epoch) == (source.member, source.epoch) for one in registered)
+        return any(one.member == source.member and one.epoch != source.epoch for one in registered)
 
     def _encoded(self, body: Body) -> bytes:
         return encode(self._recorder.header(body.KIND), body)

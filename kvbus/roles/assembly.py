@@ -30,6 +30,7 @@ from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Presence
+from kvbus.roles.results import Results
 from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
 from kvbus.roles.source import LenderName, PoolAccess, Source
@@ -105,25 +106,12 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
     """Build everything that needs the pool. Raises ConfigError where the pool or the data plane cannot be made."""
     settings = base.settings
     tokens_max = min(hello.tokens_max, settings.prompt_tokens_max)
-    pool = PoolSide.create(layout, pages=settings.pages, tokens_max=tokens_max, epoch=base.epoch)
+    pool = PoolSide.create(
+        layout, pages=settings.pages, tokens_max=tokens_max, vocab_size=hello.vocab_size, epoch=base.epoch
+    )
     lending = LendingBackend(wake=base.wake)
     plane, reader, access = _data_plane(base, pool)
-    holder = LeaseHolder(
-        bindings=[
-            Binding("engine-read", base.reads, Direction.READ, Containment.STOP_BINDING),
-            Binding("engine-write", base.writes, Direction.WRITE, Containment.STOP_BINDING),
-            Binding("lending", lending, Direction.READ),
-            Binding(settings.backend, reader, Direction.WRITE),
-        ],
-        lenders=[pool.lender],
-    )
-    rounds = Rounds(
-        holder=holder,
-        agreement=Agreement(term=base.epoch),
-        sink=base.recorder,
-        member=settings.member,
-        epoch=base.epoch,
-    )
+    rounds = _rounds(base, pool, lending, reader)
     key = LenderKey.generate()
     source = Source(
         name=LenderName(settings.instance, settings.member, base.epoch),
@@ -162,6 +150,25 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
     return parts
 
 
+def _rounds(base: Base, pool: PoolSide, lending: LendingBackend, reader: Backend) -> Rounds:
+    holder = LeaseHolder(
+        bindings=[
+            Binding("engine-read", base.reads, Direction.READ, Containment.STOP_BINDING),
+            Binding("engine-write", base.writes, Direction.WRITE, Containment.STOP_BINDING),
+            Binding("lending", lending, Direction.READ),
+            Binding(base.settings.backend, reader, Direction.WRITE),
+        ],
+        lenders=[pool.lender],
+    )
+    return Rounds(
+        holder=holder,
+        agreement=Agreement(term=base.epoch),
+        sink=base.recorder,
+        member=base.settings.member,
+        epoch=base.epoch,
+    )
+
+
 def _destination(
     base: Base, port: EnginePort, pool: PoolSide, rounds: Rounds
 ) -> tuple[Asker, AdmissionGate, Destination]:
@@ -183,8 +190,8 @@ def _destination(
     destination = Destination(
         side=_reader_side(base, pool, rounds, asker),
         gate=gate,
+        results=Results(bus=base.bus, topics=base.topics, recorder=base.recorder),
         bus=base.bus,
-        topics=base.topics,
         tokenizer=port,
         wall_s=time.time,
     )

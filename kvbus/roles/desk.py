@@ -6,7 +6,7 @@ the evidence that its process has ended.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvbus.engines.desk import Allocated, Hello, Matched, Refusal, Welcome, Where
@@ -215,8 +215,3 @@ class PoolDesk:
     def _new_id(self) -> int:
         number, self._next_id = self._next_id, self._next_id + 1
         return number
-
-
-def names_column(names: Sequence[bytes]) -> bytes:
-    """Return page names as one column, for the wire."""
-    return b"".join(names)

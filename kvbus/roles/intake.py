@@ -7,7 +7,7 @@ for ever. Nothing that a peer sends stops the worker.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbus.errors import BusError, PeerError
 from kvbus.events import (
@@ -46,7 +46,6 @@ class IntakeStatistics:
     requests: int = 0
     malformed: int = 0
     misplaced: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Intake:
@@ -122,9 +121,9 @@ class Intake:
             return
         self.statistics.requests += 1
         verdict, transfer = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
-        await self._destination.tell_verdict(request, verdict)
+        await self._destination.results.tell_verdict(request, verdict)
         if transfer and verdict.verdict == "accepted":
-            while not await self._destination.ended(transfer, KEEP_S):
+            while not await self._destination.results.ended(transfer, KEEP_S):
                 await self._keep(work)
         await self._finish(work)
 

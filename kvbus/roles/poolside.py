@@ -23,10 +23,11 @@ class PoolSide:
     allocator: PageAllocator
     lender: PoolLender
     tokens_max: int
+    vocab_size: int
     lent_cap_pages: int
 
     @classmethod
-    def create(cls, layout: PageLayout, *, pages: int, tokens_max: int, epoch: int) -> "PoolSide":
+    def create(cls, layout: PageLayout, *, pages: int, tokens_max: int, vocab_size: int, epoch: int) -> "PoolSide":
         """Make the pool; ConfigError where it could not hold the engine's longest prompt beside anything lent."""
         longest = math.ceil(tokens_max / layout.block_tokens)
         cap = pages - longest
@@ -42,7 +43,7 @@ class PoolSide:
         lender = PoolLender(
             memory, allocator, ReuseIndex(), name=f"pool{layout.rank}", rank=layout.rank, lent_cap_pages=cap
         )
-        return cls(layout, memory, allocator, lender, tokens_max, cap)
+        return cls(layout, memory, allocator, lender, tokens_max, vocab_size, cap)
 
     def names(self, token_ids: Sequence[int], salt: str) -> tuple[bytes, ...]:
         """Return the page names of a prompt's whole blocks in this pool's namespace."""

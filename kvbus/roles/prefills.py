@@ -25,7 +25,7 @@ class HandleDesk(Protocol):
 
 
 class Prefiller:
-    """Runs prefills one after the other, as the engine does, and keeps each result pinned while it is used."""
+    """Has the engine compute prompts, and keeps each result pinned while it is used; the engine takes them in turn."""
 
     def __init__(self, *, port: PrefillPort, desk: HandleDesk) -> None:
         self._port = port

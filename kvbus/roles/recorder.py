@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvbus.errors import BusError
 from kvbus.events import (
+    EVENT_LENGTH_MAX_BYTES,
     AttemptMade,
     FactsSeen,
     Header,
@@ -32,10 +33,14 @@ from kvbus.transport import Bus, NotStored
 
 LINES_MAX = 1_000
 """Lines of facts in one event: 22 KB of columns, far below the stream's limit for a message."""
+DETAILS_MAX = 50
+"""Failures in one event: each holds a text of at most 2,000 characters, so 50 stay under half of the event limit."""
 OUTBOX_LENGTH_MAX_BYTES = 64 << 20
 """About a million lines of facts: half an hour of a busy member without a broker."""
 OUTBOX_BUSY_BYTES = 16 << 20
 """Beyond a quarter of the bound, new transfers are refused as `bus_unavailable`: running ones still need the rest."""
+HEADERS_BYTES = 1 << 10
+"""What the message id adds; the broker counts headers toward its limit."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
 
 log = logging.getLogger(__name__)
@@ -105,22 +110,20 @@ class Recorder:
         for row in facts.rows:
             self.event(_row_body(row))
         details = [_detail_row(detail) for detail in facts.details]
-        for start in range(0, max(len(facts.tickets), 1), LINES_MAX):
-            lines = slice(start, start + LINES_MAX)
+        events = max(-(-len(facts.tickets) // LINES_MAX), -(-len(details) // DETAILS_MAX))
+        for number in range(events):
+            lines = slice(number * LINES_MAX, (number + 1) * LINES_MAX)
             tickets = facts.tickets[lines]
-            if tickets or details:
-                self.event(
-                    FactsSeen(
-                        n=len(tickets),
-                        ticket=column(tickets, 8),
-                        rank=column(facts.ranks[lines], 2),
-                        bits=column(facts.bits[lines], 4),
-                        lo=column(facts.lo[lines], 4),
-                        hi=column(facts.hi[lines], 4),
-                        details=tuple(details),
-                    )
-                )
-                details = []
+            body = FactsSeen(
+                n=len(tickets),
+                ticket=column(tickets, 8),
+                rank=column(facts.ranks[lines], 2),
+                bits=column(facts.bits[lines], 4),
+                lo=column(facts.lo[lines], 4),
+                hi=column(facts.hi[lines], 4),
+                details=tuple(details[number * DETAILS_MAX : (number + 1) * DETAILS_MAX]),
+            )
+            self.event(body)
 
     def decision(self, decision: Decision) -> None:
         """Record one decision on the settle log."""
@@ -169,6 +172,10 @@ class Recorder:
     def _put(self, subject: str, body: Body, cause: str) -> None:
         header = self.header(body.KIND, cause)
         data = encode(header, body)
+        if len(data) > EVENT_LENGTH_MAX_BYTES - HEADERS_BYTES:  # the stream would refuse it each time (never seen)
+            self.dropped += 1
+            log.error("a %s event of %d bytes is too long for its stream: it is not recorded", body.KIND, len(data))
+            return
         if self._queued_bytes + len(data) > OUTBOX_LENGTH_MAX_BYTES:
             self.dropped += 1
             if self.dropped == 1:

@@ -13,7 +13,7 @@ from kvbus.errors import BusError, PeerError
 from kvbus.events import HeartbeatSeen, InstanceRecord, decode, encode
 from kvbus.names import epoch_counter, epoch_from
 from kvbus.roles.recorder import Recorder
-from kvbus.topics import Topics, escape
+from kvbus.topics import Topics, escape, unescape
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus
 
 REFRESH_S = 3.0
@@ -68,7 +68,7 @@ async def lookup(bus: Bus, instance: str) -> list[Registered]:
     head = escape(f"{instance}/")
     found: list[Registered] = []
     for key in await bus.keys(BUCKET_INSTANCES):
-        if not key.startswith(head):
+        if not key.startswith(head) or not _is_ours(key):
             continue
         entry = await bus.get(BUCKET_INSTANCES, key)
         if entry is None:
@@ -81,6 +81,15 @@ async def lookup(bus: Bus, instance: str) -> list[Registered]:
         if isinstance(event.body, InstanceRecord) and event.header.i == instance:
             found.append(Registered(instance, event.header.m, event.header.e, event.body))
     return found
+
+
+def _is_ours(key: str) -> bool:
+    """Return whether a key has the form of ours; whoever may write the bucket may write others."""
+    try:
+        unescape(key)
+    except PeerError:
+        return False
+    return True
 
 
 class Presence:

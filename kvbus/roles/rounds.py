@@ -108,7 +108,7 @@ class Rounds:
         holder.finish()
         if facts:
             self._tell(facts)
-        return bool(facts)
+        return bool(facts) or holder.has_news
 
     def _agree(self, facts: LeaseFacts) -> list[int]:
         """Apply what is decided by these facts; return the tickets that no transfer shares and that may go back now."""

@@ -94,18 +94,22 @@ class Running:
         self._step("resolved", f"{len(token_ids)} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
         now = self.side.clock()
         blocks_held = wanted - len(self.missing)
+        prefix = self.missing[0] if self.missing else wanted
         self.act(
-            self.transfer.resolved(now, prompt_tokens=len(token_ids), blocks_wanted=wanted, blocks_held=blocks_held)
+            self.transfer.resolved(
+                now, prompt_tokens=len(token_ids), blocks_wanted=wanted, blocks_held=blocks_held, prefix_held=prefix
+            )
         )
 
     def failed(self, failure: FailureClass, text: str) -> None:
         """It ends before any byte moved."""
         self.act(self.transfer.failed(self.side.clock(), failure, text))
 
-    def cancelled(self, text: str) -> None:
-        """Somebody asked that it stop."""
-        self._step("cancel", text)
-        self.act(self.transfer.cancelled(self.side.clock(), text))
+    def cancelled(self, failure: FailureClass, text: str) -> None:
+        """Somebody asked that it stop, or this member is stopping."""
+        if actions := self.transfer.cancelled(self.side.clock(), failure, text):
+            self._step("cancel", text)
+            self.act(actions)
 
     def tick(self) -> None:
         """Time has passed."""

@@ -5,6 +5,7 @@ which generation, marked as accessed, signed (P9, contract 42). A repeat of a qu
 """
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
 from kvbus.ledger.types import Direction, LeaseView, SubmitMode
 from kvbus.names import NAME_LENGTH_BYTES, tokens_from_bytes
-from kvbus.parts import Body
+from kvbus.parts import Body, ProcessIdentity
 from kvbus.processes import ProcessWatch, same_host
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
@@ -25,6 +26,13 @@ from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
 
 LEND_MODE = SubmitMode("lending", Direction.READ)
+
+WAITING_MAX = 32
+"""Questions that wait here at a time: half of what the bus lets be answered at once, so that releases always get
+through. Beyond that a reader hears `computing` at once, and asks again."""
+READERS_KNOWN_MAX = 4_096
+"""Reader processes remembered; as many as leases can be lent at once."""
+TEXT_LENGTH_MAX = 2_000
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +85,8 @@ class Source:
         self._clock = clock
         self._decided: dict[Key, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watching: set[tuple[str, str, int]] = set()
+        self._readers: dict[tuple[str, str, int], ProcessIdentity] = {}
+        self._waiting = 0
         self._draining = False
 
     # ------------------------------------------------------------------------------------------------------ answers
@@ -95,25 +104,32 @@ class Source:
         raise PeerError("expected lend_requested or lease_released", kind=event.header.k)
 
     def released(self, key: ReaderKey, nonce: bytes) -> bool:
-        """Take a reader's word that its access has ended, from the bus or in band; idempotent."""
+        """Take a reader's word that its access has ended, from the bus or in band; idempotent.
+
+        The nonce of its own question makes it the reader's word; with another one it is nobody's, and changes nothing.
+        """
         book_key = key_of(key)
         entry = self._book.find(book_key)
-        if entry is not None and entry.state is LendState.COMPUTING:
-            # Nothing was lent yet. The tombstone keeps the computation's end from lending.
-            self._book.close(book_key)
-            self._wake(book_key)
-            return True
-        known = self._lending.acknowledge(key, nonce)
-        if known:
-            self._book.close(book_key)
+        if entry is not None and not hmac.compare_digest(entry.nonce, nonce):
+            return False
+        if entry is not None and entry.state is LendState.GRANTED:
+            if not self._lending.acknowledge(key, nonce):
+                return False
+            self._book.close(book_key, nonce)
             self._rounds.run()
-        return known
+            return True
+        # Nothing is lent under this key: the tombstone keeps a question that is still under way, or a computation that
+        # has not ended, from lending.
+        self._book.close(book_key, nonce)
+        self._wake(book_key)
+        return True
 
     def reader_died(self, instance: str, member: str, epoch: int) -> None:
         """A reader's process is proved dead: nothing of it reads any more."""
-        self._watching.discard((instance, member, epoch))
+        self._readers.pop((instance, member, epoch), None)
         for key in self._book.keys_of(instance, member, epoch):
-            self._book.close(key)
+            if entry := self._book.find(key):
+                self._book.close(key, entry.nonce)
             self._wake(key)
         if self._lending.reader_died(instance, member, epoch):
             self._rounds.run()
@@ -132,25 +148,28 @@ class Source:
 
     async def _lend(self, asked: LendRequested) -> LendAnswered:
         key = key_of(asked.key)
-        if self._book.is_closed(key):
+        if self._book.is_closed(key, asked.nonce):
             return _refused(FailureClass.CANCELLED, "this reader has said before that its access has ended")
         entry = self._book.find(key)
         if entry is None:
             refusal = self._refusal(asked)
             if refusal is not None:
                 return refusal
-            entry = self._book.open(key, now=self._clock())
+            entry = self._book.open(key, asked.nonce, now=self._clock())
             try:
                 self._decide(asked, entry)
             except ValueError as error:  # names or positions that no prompt has; nothing was lent
                 entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
+        elif not hmac.compare_digest(entry.nonce, asked.nonce):
+            # The grant carries the nonce by which its reader ends the lease: it is for nobody else's eyes.
+            return _refused(FailureClass.GRANT_REFUSED, "this key is in use, under another nonce")
         if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
             await self._decision(key, asked.wait_s)
         if entry.state is LendState.GRANTED:
             return LendAnswered(status="granted", grant=entry.grant, signature=entry.signature)
         if entry.refusal is not None:
             self._book.forget(key)
-            return LendAnswered(status="refused", failure=entry.refusal[0], reason=entry.refusal[1])
+            return LendAnswered(status="refused", failure=entry.refusal[0], reason=entry.refusal[1][:TEXT_LENGTH_MAX])
         if entry.state is LendState.CLOSED:
             return _refused(FailureClass.CANCELLED, "the reader closed this key meanwhile")
         return LendAnswered(status="computing")
@@ -165,23 +184,31 @@ class Source:
             return _refused(FailureClass.GRANT_REFUSED, text)
         if not asked.names or len(asked.names) % NAME_LENGTH_BYTES:
             return _refused(FailureClass.BAD_REQUEST, f"names must be whole names of {NAME_LENGTH_BYTES} bytes")
+        self._book.sweep(self._clock())
         if self._book.is_full():
             return _refused(FailureClass.LEASE_REFUSED, f"{len(self._book)} readers are being served; try again later")
-        if not self._watched(asked):
-            return _refused(
-                FailureClass.PEER_LOST, "your process is not on this host any more, or too many are watched"
-            )
-        return None
+        return self._reader_refusal(asked)
 
-    def _watched(self, asked: LendRequested) -> bool:
-        """Watch a reader of this host before anything is lent to it (P6); others end their leases by their own word."""
+    def _reader_refusal(self, asked: LendRequested) -> LendAnswered | None:
+        """Fix which process a reader is, and watch it if it is on this host, before anything is lent to it (P4, P6).
+
+        A reader of another host ends its leases by its own word only.
+        """
         who = (asked.key.instance, asked.key.member, asked.key.epoch)
-        if who in self._watching or not same_host(asked.process):
-            return True
-        if not self._watch.watch(asked.process, lambda: self.reader_died(*who)):
-            return False
-        self._watching.add(who)
-        return True
+        known = self._readers.get(who)
+        if known is not None:
+            if known == asked.process:
+                return None
+            return _refused(FailureClass.GRANT_REFUSED, "this epoch of yours was another process before")
+        if len(self._readers) >= READERS_KNOWN_MAX:
+            idle = [one for one in self._readers if not self._book.keys_of(*one)]
+            for one in idle:
+                del self._readers[one]
+        if same_host(asked.process) and not self._watch.watch(asked.process, lambda: self.reader_died(*who)):
+            text = "your process is not on this host any more, or too many are watched"
+            return _refused(FailureClass.PEER_LOST, text)
+        self._readers[who] = asked.process
+        return None
 
     def _decide(self, asked: LendRequested, entry: LendEntry) -> None:
         """Lend at once where that is possible; otherwise say why not, or start to compute."""
@@ -190,7 +217,7 @@ class Source:
         if held == len(names) or (asked.on_miss == "partial" and held):
             self._lend_now(asked, entry)
         elif asked.on_miss == "prefill":
-            self._start_prefill(asked, entry, len(names))
+            self._start_prefill(asked, entry, len(names) - held)
         else:
             text = f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {asked.on_miss!r}"
             entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
@@ -266,12 +293,18 @@ class Source:
             self._wake(key)
 
     async def _decision(self, key: Key, wait_s: float) -> None:
+        """Wait until something was decided for a key, or the wait is over; at once where too many wait already."""
+        if self._waiting >= WAITING_MAX:
+            return
         decided = self._decided.setdefault(key, asyncio.Event())
+        self._waiting += 1
         try:
             async with asyncio.timeout(wait_s):
                 await decided.wait()
         except TimeoutError:
             return
+        finally:
+            self._waiting -= 1
 
     def _wake(self, key: Key) -> None:
         decided = self._decided.pop(key, None)
@@ -288,7 +321,7 @@ def key_of(key: ReaderKey) -> Key:
 
 
 def _refused(failure: FailureClass, text: str) -> LendAnswered:
-    return LendAnswered(status="refused", failure=failure.name.lower(), reason=text)
+    return LendAnswered(status="refused", failure=failure.name.lower(), reason=text[:TEXT_LENGTH_MAX])
 
 
 def _names_of(asked: LendRequested) -> tuple[bytes, ...]:

@@ -3,14 +3,17 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from kvbus.codec import pack, unpack
+from kvbus.engines.toy import ToyEngine
 from kvbus.events import (
     HeartbeatSeen,
+    LeaseReleased,
     LendAnswered,
     LendRequested,
     ReaderKey,
@@ -213,7 +216,7 @@ async def test_bad_messages_in_the_queue_are_counted_and_taken_off_it(crowd: Tow
 
     await until(all_counted, what="every bad message is counted")
     for subject in subjects:
-        await until(lambda subject=subject: takes_again(crowd, subject), what=f"{subject} is free again")
+        await until(partial(takes_again, crowd, subject), what=f"{subject} is free again")
     await serves(crowd, "the queue")
 
 
@@ -382,8 +385,6 @@ async def test_a_question_in_anothers_name_is_not_answered(crowd: Town) -> None:
 
 
 async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(crowd: Town) -> None:  # P18
-    from kvbus.events import LeaseReleased
-
     ids = prompt("repeated", 2)
     await crowd.answer("a", ids, store=True)
     layout_names = await names_at_source(crowd, ids)
@@ -412,8 +413,6 @@ async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(
 
 async def names_at_source(crowd: Town, ids: list[int]) -> bytes:
     """The names of a prompt's blocks, as the toy's layout makes them."""
-    from kvbus.engines.toy import ToyEngine
-
     layout = ToyEngine.load(FAST).describe().layout
     return b"".join(page_names(layout.namespace(""), ids, layout.block_tokens))
 

@@ -119,11 +119,6 @@ def test_a_port_that_is_taken(state: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ workers
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def place(folder: Path) -> AsyncIterator[Town]:
     """A broker, and one worker of instance a."""

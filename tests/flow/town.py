@@ -21,7 +21,6 @@ from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED
 from kvbus.engines.client import LocalClient, TimedAnswer
-from kvbus.errors import PeerError
 from kvbus.events import Event, Header, StatsAnswered, StatsAsked, TransferOutcome, TransferStep, decode, encode
 from kvbus.parts import Body, OnMiss
 from kvbus.publisher import Publisher, TransferHandle, Verdict
@@ -36,6 +35,16 @@ FAST: Mapping[str, object] = {"work_rounds": 1}
 """The toy's options where its own speed does not matter: a thousand tokens cost some 20 ms."""
 READY_S = 60.0
 OUTCOME_S = 60.0
+OWED = (
+    "pages_writing",
+    "pages_quarantined",
+    "leases_held",
+    "leases_retained",
+    "releases_unconfirmed",
+    "transfers_running",
+    "inflight",
+)
+"""The counters that are 0 while nothing is going on."""
 REST_S = 30.0
 """A release that the source missed is repeated after at most 10 s; three of those."""
 
@@ -287,10 +296,8 @@ class Town:
 
             async def idle(name: str = name, last: dict[str, int] = last) -> bool:
                 last.update(await self.stats(name))
-                owed = ("pages_writing", "pages_quarantined", "leases_held", "leases_retained")
-                owed += ("releases_unconfirmed", "transfers_running", "inflight")
                 whole = last["pages_free"] + last["pages_cached"] == last["pages"]
-                return whole and not any(last[counter] for counter in owed)
+                return whole and not any(last[counter] for counter in OWED)
 
             try:
                 await until(idle, deadline_s)
@@ -332,12 +339,3 @@ async def town(folder: Path) -> AsyncIterator[Town]:
         yield built
     finally:
         await built.stop()
-
-
-def readable(data: bytes) -> bool:
-    """Whether these bytes are an event that this version takes."""
-    try:
-        decode(data)
-    except PeerError:
-        return False
-    return True

@@ -37,7 +37,9 @@ def fresh(budget_s: float = 30.0) -> Transfer:
 
 def asking(*tickets: int, wanted: int = 10, held: int = 2) -> Transfer:
     one = fresh()
-    assert one.resolved(101.0, prompt_tokens=330, blocks_wanted=wanted, blocks_held=held) == [LeasePages()]
+    assert one.resolved(101.0, prompt_tokens=330, blocks_wanted=wanted, blocks_held=held, prefix_held=held) == [
+        LeasePages()
+    ]
     assert one.leased(102.0, {ticket: rank for rank, ticket in enumerate(tickets or (7,))}) == [AskSource()]
     return one
 
@@ -70,7 +72,7 @@ def test_a_transfer_that_gets_all_it_lacked_settles() -> None:
 
 def test_nothing_is_asked_for_where_every_block_is_here() -> None:
     one = fresh()
-    assert one.resolved(101.0, prompt_tokens=64, blocks_wanted=2, blocks_held=2) == [Report()]
+    assert one.resolved(101.0, prompt_tokens=64, blocks_wanted=2, blocks_held=2, prefix_held=2) == [Report()]
     assert (one.outcome, one.finished, one.bounds) == ("settled", True, (2, 2))
 
 
@@ -167,7 +169,7 @@ def test_a_failure_while_bytes_move_is_the_leases_to_tell() -> None:
 def test_a_late_grant_is_ignored() -> None:
     # P18
     one = asking()
-    one.cancelled(103.0, "not wanted any more")
+    one.cancelled(103.0, FailureClass.CANCELLED, "not wanted any more")
     assert one.granted(104.0, 8) == []
     assert one.phase is Phase.STOPPING
     running = moving()
@@ -179,16 +181,16 @@ def test_a_late_grant_is_ignored() -> None:
 def test_a_cancel_is_named_as_the_outcome_wherever_it_comes(make: object) -> None:
     assert callable(make)
     one: Transfer = make()
-    one.cancelled(103.5, "not wanted any more")
+    one.cancelled(103.5, FailureClass.CANCELLED, "not wanted any more")
     assert one.outcome == "cancelled"
     assert one.failure is FailureClass.CANCELLED
-    assert one.cancelled(104.0, "again") == []
+    assert one.cancelled(104.0, FailureClass.CANCELLED, "again") == []
 
 
 def test_a_cancel_while_bytes_move_keeps_what_arrived() -> None:
     # R12
     one = moving()
-    assert one.cancelled(104.0, "not wanted any more") == [Stop("not wanted any more")]
+    assert one.cancelled(104.0, FailureClass.CANCELLED, "not wanted any more") == [Stop("not wanted any more")]
     one.arrived(7, 5, 5_000)
     cancelled = int(Fact.TAKEN | Fact.SUBMITTED | Fact.CANCELLED | Fact.ACCESS_ENDED | Fact.EVIDENCE_COMPLETED)
     assert one.facts(104.5, 7, cancelled, 2, 7) == [CloseKey()]
@@ -200,7 +202,7 @@ def test_a_cancel_while_bytes_move_keeps_what_arrived() -> None:
 def test_a_cancel_after_access_ended_comes_too_late() -> None:
     one = moving()
     deliver(one, 7, 8)
-    assert one.cancelled(104.5, "not wanted any more") == []
+    assert one.cancelled(104.5, FailureClass.CANCELLED, "not wanted any more") == []
     one.facts(105.0, 7, BACK, 2, 10)
     assert one.outcome == "settled"
 
@@ -225,7 +227,8 @@ def test_the_deadline_stops_isolates_and_then_gives_the_request_back_but_frees_n
     assert [type(action) for action in one.tick(130.0 + STOP_WAIT_S)] == [IsolateSource]
     assert one.isolated
     assert one.tick(130.0 + STOP_WAIT_S) == []
-    assert one.tick(130.0 + 2 * STOP_WAIT_S) == [Report()]
+    given_back = one.tick(130.0 + 2 * STOP_WAIT_S)  # P11: a result that comes later does not count
+    assert given_back == [GiveUp(FailureClass.DEADLINE, "the budget of 30 s is spent"), Report()]
     assert (one.phase, one.outcome, one.failure) == (Phase.ENDED, "failed", FailureClass.DEADLINE)
     assert not one.finished, "access has not ended: the source must still hear it one day"
     assert one.tick(1_000.0) == []
@@ -269,7 +272,7 @@ def test_pages_are_leased_once_and_some() -> None:
     with pytest.raises(LedgerContradictionError, match="leased twice"):
         one.leased(103.0, {9: 0})
     empty = fresh()
-    empty.resolved(101.0, prompt_tokens=64, blocks_wanted=2, blocks_held=0)
+    empty.resolved(101.0, prompt_tokens=64, blocks_wanted=2, blocks_held=0, prefix_held=0)
     with pytest.raises(LedgerContradictionError, match="no pages leased"):
         empty.leased(102.0, {})
 
@@ -280,7 +283,7 @@ def test_a_move_that_is_not_in_the_table_is_a_contradiction() -> None:
 
 
 def test_a_prompt_is_resolved_once() -> None:
-    assert asking().resolved(103.0, prompt_tokens=1, blocks_wanted=1, blocks_held=0) == []
+    assert asking().resolved(103.0, prompt_tokens=1, blocks_wanted=1, blocks_held=0, prefix_held=0) == []
 
 
 def test_words_about_other_tickets_change_nothing() -> None:
@@ -321,7 +324,9 @@ class Driver:
         one = self.one
         match what:
             case "resolved":
-                return one.resolved(self.now, prompt_tokens=1, blocks_wanted=4, blocks_held=amount % 5)
+                return one.resolved(
+                    self.now, prompt_tokens=1, blocks_wanted=4, blocks_held=amount % 5, prefix_held=amount % 5
+                )
             case "leased" if one.phase is Phase.LEASING:
                 return one.leased(self.now, {7: 0, 8: 1})
             case "granted":
@@ -329,7 +334,7 @@ class Driver:
             case "failed":
                 return one.failed(self.now, FailureClass.PEER_LOST, "gone")
             case "cancelled":
-                return one.cancelled(self.now, "stop")
+                return one.cancelled(self.now, FailureClass.CANCELLED, "stop")
             case "tick":
                 self.now += amount
                 return one.tick(self.now)
@@ -421,3 +426,12 @@ def test_each_move_of_the_table_is_reached(move: tuple[Phase, Phase]) -> None:
     for what, ticket, amount in PATHS[move]:
         driver.step(what, ticket, amount)
     assert move in driver.moves
+
+
+def test_where_nothing_arrived_the_prompt_resumes_after_what_was_here_before() -> None:
+    # contract 27
+    one = fresh()
+    one.resolved(101.0, prompt_tokens=330, blocks_wanted=10, blocks_held=5, prefix_held=3)
+    one.leased(102.0, {7: 0})
+    one.failed(103.0, FailureClass.PEER_LOST, "gone")
+    assert one.bounds == (3, 3)

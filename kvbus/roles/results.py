@@ -1,0 +1,133 @@
+"""Results: who wants to hear how a transfer ends, and what was said to whom.
+
+Whoever repeats a request joins the transfer that serves it, and hears its outcome, also where that came before. Results
+travel as core messages; the facts stream holds each outcome too, so a requester that is away loses nothing.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvbus.errors import BusError
+from kvbus.events import TransferOutcome, TransferRequested, TransferVerdict, encode
+from kvbus.ledger.transfer import Transfer
+from kvbus.parts import Body
+from kvbus.roles.recorder import Recorder
+from kvbus.topics import Topics
+from kvbus.transport import Bus
+
+LISTENERS_MAX = 64
+"""Requesters that are told of one transfer; more than that joining one prompt within its life is a loop, not a need.
+The facts stream tells the others."""
+OUTCOMES_MAX = 4_096
+"""Outcomes kept for late repeats; about 1 KiB each."""
+SETTLED: Final = frozenset({"settled", "partial"})
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Joined:
+    requesters: set[str] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Results:
+    """Keeps the listeners of running transfers and the outcomes of ended ones; tells both."""
+
+    def __init__(self, *, bus: Bus, topics: Topics, recorder: Recorder) -> None:
+        self._bus = bus
+        self._topics = topics
+        self._recorder = recorder
+        self._joined: dict[str, _Joined] = {}
+        self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, transfer: str) -> None:
+        """Let requesters join a transfer; before anything of it can end, so that nobody misses the outcome."""
+        self._joined[transfer] = _Joined()
+
+    def join(self, request: TransferRequested, transfer: str) -> None:
+        """Let a requester hear the outcome: when it comes, or now if it has come."""
+        joined = self._joined.get(transfer)
+        if joined is not None:
+            if len(joined.requesters) < LISTENERS_MAX:
+                joined.requesters.add(request.requester)
+        elif outcome := self._outcomes.get(transfer):
+            self._spawn(self._tell(request.requester, outcome, request.request_id))
+
+    async def ended(self, transfer: str, wait_s: float) -> bool:
+        """Wait until a transfer has ended; False where that takes longer than the wait."""
+        joined = self._joined.get(transfer)
+        if joined is None:
+            return True
+        try:
+            async with asyncio.timeout(wait_s):
+                await joined.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def conclude(self, outcome: TransferOutcome, request: TransferRequested) -> None:
+        """Record how a transfer ended, and tell everybody who asked."""
+        self._outcomes[outcome.transfer] = outcome
+        if len(self._outcomes) > OUTCOMES_MAX:
+            self._outcomes.popitem(last=False)
+        self._recorder.event(outcome, cause=request.request_id)
+        joined = self._joined.pop(outcome.transfer, None)
+        if joined is not None:
+            joined.ended.set()
+            for requester in joined.requesters:
+                self._spawn(self._tell(requester, outcome, request.request_id))
+
+    async def tell_verdict(self, request: TransferRequested, verdict: TransferVerdict) -> None:
+        """Send a verdict to its requester."""
+        await self._tell(request.requester, verdict, request.request_id)
+
+    async def close(self) -> None:
+        """End what is still being told."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _tell(self, requester: str, body: Body, cause: str) -> None:
+        try:
+            data = encode(self._recorder.header(body.KIND, cause), body)
+            await self._bus.publish(self._topics.result(requester), data)
+        except BusError as error:
+            log.info("result for %s not sent: %s", requester, error)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def outcome_of(transfer: Transfer, *, destination: str) -> TransferOutcome:
+    """Return how a transfer ended, as everybody hears it."""
+    lo, hi = transfer.bounds
+    timings = transfer.timings
+    return TransferOutcome(
+        transfer=transfer.transfer,
+        request_hash=transfer.request_hash,
+        source=transfer.source,
+        destination=destination,
+        outcome=transfer.outcome or "failed",  # type: ignore[arg-type] # the transfer's words are the event's
+        failure=transfer.failure.name.lower() if transfer.failure else "",
+        reason=transfer.reason[:2_000],
+        evidence=transfer.evidence,
+        prompt_tokens=transfer.prompt_tokens,
+        pages_wanted=transfer.blocks_wanted,
+        pages_held=transfer.blocks_held,
+        pages_moved=transfer.blocks_moved,
+        length_bytes=transfer.length_bytes,
+        lo=lo,
+        hi=hi,
+        queue_s=timings.queue_s,
+        grant_s=timings.grant_s,
+        move_s=timings.move_s,
+        total_s=timings.total_s,
+    )
