@@ -16,12 +16,14 @@ from kvbus.commands.common import EXIT_FAILED, console, json_option, print_docum
 from kvbus.commands.demo_prompt import log_prompt
 from kvbus.commands.leases import LeaseBook
 from kvbus.commands.poison import flip_top_exponent_bits
+from kvbus.commands.rendering import LinePrinter, event_document
+from kvbus.commands.stories import Story, tell
 from kvbus.commands.wording import lines_of
 from kvbus.commands.worker import engine_options
 from kvbus.config import ENGINES
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.errors import BackendError
-from kvbus.events import TransferOutcome
+from kvbus.events import Event, TransferOutcome
 from kvbus.publisher import Publisher, Verdict
 from kvbus.subscriber import Seen, Subscriber
 from kvbus.topics import Topics
@@ -55,7 +57,8 @@ class Shown:
     staged_text: str = ""
     poisoned: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
-    facts: list[dict[str, object]] = field(default_factory=list)
+    transfer: str = ""
+    events: list[Event] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -92,7 +95,7 @@ class Shown:
             "tokens_identical": self.tokens_identical,
             "poison_detected": self.poison_detected,
             "transfer_s": self.transfer_s,
-            "facts": self.facts,
+            "facts": [event_document(event) for event in self.events],
             "ok": not self.faults,
         }
 
@@ -158,7 +161,7 @@ async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") 
             shown.faults.append(f"the transfer settles: {outcome.reason if outcome else 'no outcome'}")
             return
         shown.pages, shown.length_bytes = outcome.pages_moved, outcome.length_bytes
-        shown.transfer_s, shown.stage_s = outcome.move_s, outcome.total_s
+        shown.transfer_s, shown.stage_s, shown.transfer = outcome.move_s, outcome.total_s, outcome.transfer
         await steps.staged(ids)
         await steps.poison(ids)
     await hold.until_quiet(FACTS_WAIT_S)
@@ -169,7 +172,11 @@ async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") 
     )
     least = SPEEDUP_MIN[shown.engine]
     shown.expect(shown.speedup >= least, f"the first token comes at least {least:g} times sooner")
-    shown.expect(bool(shown.facts), "the bus told the facts")
+    story = tell(shown.events, shown.transfer)
+    if isinstance(story, Story):
+        screen.print(f"\n{story.summary}\n", markup=False)
+    told = isinstance(story, Story) and story.complete and not story.contradictions
+    shown.expect(told, "the facts on the bus explain every page of the transfer, up to the return of both leases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,16 +304,20 @@ async def _facts(cluster: Cluster, shown: Shown, screen: Console) -> AsyncIterat
         raise BackendError("the cluster has not started")
     subscriber = Subscriber(cluster.bus, Topics(cluster.plan.prefix))
 
-    book = LeaseBook(keep_returned=False)
+    book, printer = LeaseBook(keep_returned=False), LinePrinter(screen)
 
     async def follow() -> None:
         async with contextlib.aclosing(subscriber.facts()) as events:
             async for seen in events:
-                if hold.is_open and isinstance(seen, Seen):
+                if not isinstance(seen, Seen):
+                    continue
+                lines = lines_of(seen.event, book)
+                if hold.is_open:
                     hold.arrived.set()
-                    shown.facts.append(seen.event.header.model_dump() | {"b": seen.event.body.model_dump()})
-                    for line in lines_of(seen.event, book):
-                        screen.print(f"[dim]{seen.event.header.i}[/] {line.subject} {line.text}")
+                    shown.events.append(seen.event)
+                    for line in lines:
+                        if not line.is_local:  # the engines' own reads and writes would drown the transfer
+                            printer.show(seen.event, line)
 
     following = asyncio.get_running_loop().create_task(follow())
     try:
@@ -327,7 +338,8 @@ def _working(screen: Console, text: str) -> Iterator[Callable[[str], None]]:
 
 def _table(shown: Shown) -> Table:
     """Return the result at a glance."""
-    table = Table(title=f"{shown.engine} {shown.model}: {shown.prompt_tokens} tokens, one thread, the same socket")
+    name = shown.engine if shown.model == shown.engine else f"{shown.engine} {shown.model}"
+    table = Table(title=f"{name}: {shown.prompt_tokens} tokens, one thread, the same socket")
     table.add_column("")
     table.add_column("b computes (cold)", justify="right")
     table.add_column("b has staged pages", justify="right")

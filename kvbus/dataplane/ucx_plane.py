@@ -51,7 +51,7 @@ class Task(Protocol):
     """Something that the thread drives."""
 
     def step(self, now: float) -> float | None:
-        """Do what can be done now; return how long the thread may sleep: 0 not at all, None without limit."""
+        """Do what can be started now; return how long the thread may sleep: 0 not at all, None without limit."""
 
     def close(self) -> None:
         """Forget UCX's handles: the context is about to close, by force."""

@@ -315,10 +315,10 @@ def question(crowd: Town, ids: list[int], **changed: object) -> LendRequested:
     return LendRequested.model_validate(fields | changed)
 
 
-async def asked(crowd: Town, body: Body, speaker: str = "tester") -> LendAnswered | NoAnswer:
+async def asked(crowd: Town, body: Body, speaker: str = "tester", *, wait_s: float = 5.0) -> LendAnswered | NoAnswer:
     """What source a says to a message on its lease subject."""
     data = await crowd.bus.request(
-        TOPICS.command("a", Command.LEASE), crowd.encoded(body, speaker=speaker, member="m0", epoch=77), wait_s=3
+        TOPICS.command("a", Command.LEASE), crowd.encoded(body, speaker=speaker, member="m0", epoch=77), wait_s=wait_s
     )
     if isinstance(data, NoAnswer):
         return data
@@ -380,11 +380,12 @@ async def test_names_that_the_tokens_do_not_have_are_refused_after_the_prefill(c
 
 
 async def test_a_question_in_anothers_name_is_not_answered(crowd: Town) -> None:
-    assert isinstance(await asked(crowd, question(crowd, [1]), speaker="somebody"), NoAnswer)
+    assert isinstance(await asked(crowd, question(crowd, [1]), speaker="somebody", wait_s=0.5), NoAnswer)
     await crowd.at_rest("a")
 
 
-async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(crowd: Town) -> None:  # P18
+@pytest.mark.contract("P18")
+async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(crowd: Town) -> None:
     ids = prompt("repeated", 2)
     await crowd.answer("a", ids, store=True)
     layout_names = await names_at_source(crowd, ids)

@@ -200,7 +200,8 @@ async def test_memory_that_is_not_what_the_grant_says_delivers_nothing(
     await reader.at_rest()
 
 
-async def test_pages_that_change_after_the_grant_are_not_delivered(reader: Town, fake: FakeSource) -> None:  # P2
+@pytest.mark.contract("P2")
+async def test_pages_that_change_after_the_grant_are_not_delivered(reader: Town, fake: FakeSource) -> None:
     def forge(grant: Grant) -> Grant:
         fake.memory.generations.raise_pages(grant.page_indexes()[2:3])  # the writer has begun anew
         return grant

@@ -152,7 +152,7 @@ async def test_a_cancelled_transfer_keeps_what_arrived_whole(pair: Town) -> None
     await pair.at_rest()
 
 
-@pytest.mark.contract("P2")
+@pytest.mark.contract("P4")
 async def test_the_source_keeps_its_pages_until_the_reader_has_let_go(pair: Town) -> None:
     ids = prompt("kept", BLOCKS)
     handle = await halfway(pair, ids)

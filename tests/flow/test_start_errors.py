@@ -3,6 +3,7 @@
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,29 +45,21 @@ def told(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- broker
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["worker", "--instance", "a"],
-        ["stage", "--from", "a", "--to", "b", "text"],
-        ["up"],
-        ["demo"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_broker_that_does_not_answer_is_named_in_time(state: Path, closed_port: int, command: list[str]) -> None:
+def test_a_broker_that_does_not_answer_is_named_in_time(state: Path, closed_port: int) -> None:
     url = f"nats://127.0.0.1:{closed_port}"
+    commands = (["worker", "--instance", "a"], ["stage", "--from", "a", "--to", "b", "text"], ["up"], ["demo"])
 
-    done = kvbus(*command, "--nats", url, state=state, deadline_s=NO_BROKER_S)
+    def run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+        return kvbus(*command, "--nats", url, state=state, deadline_s=NO_BROKER_S)
 
-    told_no_broker(done, url)
+    with ThreadPoolExecutor(len(commands)) as pool:  # each of them mostly waits
+        ended = list(pool.map(run, commands))
 
-
-def told_no_broker(done: "subprocess.CompletedProcess[str]", url: str) -> None:
-    assert done.returncode == 2, done
-    assert "Traceback" not in done.stderr
-    for word in ("no broker answers", url, "kvbus up", "--nats URL"):
-        assert word in done.stderr.replace("\n", " ")
+    for done in ended:
+        assert done.returncode == 2, done
+        assert "Traceback" not in done.stderr
+        for word in ("no broker answers", url, "kvbus up", "--nats URL"):
+            assert word in done.stderr.replace("\n", " ")
 
 
 def test_a_command_with_no_broker_named_and_none_running_says_where_it_looked(state: Path) -> None:
@@ -172,20 +165,19 @@ def test_a_setting_that_does_not_fit_is_named(place: Town, state: Path, argument
     told(worker(place, state, *arguments), *words)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_an_engine_option_that_does_not_fit_is_named_and_nothing_is_left(place: Town, state: Path) -> None:
+    run = place.folder / "run"
+    for options, words in (
         ('{"speed": 1}', "toy option 'speed' is unknown"),
         ('{"work_rounds": "many"}', "toy option 'work_rounds' is str, expected"),
         ('{"page_bytes": 100}', "toy option page_bytes is 100"),
-    ],
-)
-def test_an_engine_option_that_does_not_fit_is_named(place: Town, state: Path, options: str, words: str) -> None:
-    done = worker(place, state, "--engine-options", options)
+    ):
+        done = worker(place, state, "--engine-options", options)  # the lock of the one before is free again
 
-    assert done.returncode == 2, done
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+        assert done.returncode == 2, done
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not list(run.glob("x.*.sock"))
 
 
 def test_an_engine_option_that_does_not_fit_is_named_by_up_too(state: Path) -> None:
@@ -219,11 +211,3 @@ def test_wrong_credentials_are_named(place: Town, state: Path) -> None:
     assert done.returncode == 2, done
     assert "refused these credentials" in done.stderr
     assert place.broker.token not in done.stderr
-
-
-def test_a_worker_that_could_not_start_leaves_nothing(place: Town, state: Path) -> None:
-    worker(place, state, "--engine-options", '{"speed": 1}')
-
-    run = place.folder / "run"
-    assert not list(run.glob("x.*.sock"))
-    assert worker(place, state, "--engine-options", '{"speed": 1}').returncode == 2  # its lock is free again
