@@ -33,20 +33,20 @@ def stage(
 
 
 def test_stage_ends_with_one_line_and_status_0(running: Up) -> None:
-    done = stage(running, as_text(prompt("line", 3)))
+    ran = stage(running, as_text(prompt("line", 3)))
 
-    assert done.returncode == 0, done
-    line = done.stdout.strip().splitlines()[-1]
+    assert ran.returncode == 0, ran
+    line = ran.stdout.strip().splitlines()[-1]
     assert line.startswith("settled")
     assert "3 of 3 missing pages, 0.2 MB in " in line
     assert "kvbus story b-" in line
 
 
 def test_stage_gives_one_document(running: Up) -> None:
-    done = stage(running, "--json", as_text(prompt("document", 3)))
+    ran = stage(running, "--json", as_text(prompt("document", 3)))
 
-    assert done.returncode == 0, done
-    document = json.loads(done.stdout)
+    assert ran.returncode == 0, ran
+    document = json.loads(ran.stdout)
     assert set(document) == {"request_hash", "verdict", "reason", "transfer", "outcome"}
     assert document["verdict"] == "accepted"
     assert document["outcome"]["outcome"] == "settled"
@@ -58,27 +58,27 @@ def test_stage_of_the_same_prompt_again_is_deduped_and_still_a_success(running: 
     text = as_text(prompt("twice", 2))
     first = json.loads(stage(running, "--json", text).stdout)
 
-    done = stage(running, "--json", text)
+    ran = stage(running, "--json", text)
 
-    assert done.returncode == 0, done
-    again = json.loads(done.stdout)
+    assert ran.returncode == 0, ran
+    again = json.loads(ran.stdout)
     assert again["verdict"] == "deduped"
     assert again["outcome"] == first["outcome"]
 
 
 def test_stage_that_fails_ends_with_status_1_and_says_why(running: Up) -> None:
-    done = stage(running, "--json", "--on-miss", "fail", as_text(prompt("fails", 2)))
+    ran = stage(running, "--json", "--on-miss", "fail", as_text(prompt("fails", 2)))
 
-    assert done.returncode == 1, done
-    assert json.loads(done.stdout)["outcome"]["failure"] == "source_misses"
-    assert "a holds 0 of the 2 blocks" in done.stderr.replace("\n", " ")
+    assert ran.returncode == 1, ran
+    assert json.loads(ran.stdout)["outcome"]["failure"] == "source_misses"
+    assert "a holds 0 of the 2 blocks" in ran.stderr.replace("\n", " ")
 
 
 def test_stage_from_a_source_that_is_not_allowed_ends_with_status_1(running: Up) -> None:
-    done = stage(running, "--json", "some text", source="stranger")
+    ran = stage(running, "--json", "some text", source="stranger")
 
-    assert done.returncode == 1, done
-    document = json.loads(done.stdout)
+    assert ran.returncode == 1, ran
+    document = json.loads(ran.stdout)
     assert (document["verdict"], document["outcome"]) == ("refused", None)
     assert "stranger" in document["reason"]
 
@@ -103,18 +103,18 @@ def test_stage_of_what_is_no_prompt_ends_with_status_2(
     (tmp_path / "map.json").write_text("{}")
     (tmp_path / "range.json").write_text("[1, -1]")
 
-    done = stage(running, *(part.format(folder=tmp_path) for part in arguments))
+    ran = stage(running, *(part.format(folder=tmp_path) for part in arguments))
 
-    assert done.returncode == 2, done
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert words in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_stage_to_oneself_ends_with_status_2(running: Up) -> None:
-    done = stage(running, "text", source="b")
+    ran = stage(running, "text", source="b")
 
-    assert done.returncode == 2, done
-    assert "not its own source" in done.stderr
+    assert ran.returncode == 2, ran
+    assert "not its own source" in ran.stderr
 
 
 def test_stage_takes_a_prompt_from_files(running: Up, tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_stage_takes_a_prompt_from_files(running: Up, tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": as_text(prompt("chat", 2))}]))
 
     for arguments in (["--file", "text"], ["--tokens", "ids.json"], ["--messages", "chat.json"]):
-        done = stage(running, "--json", arguments[0], str(tmp_path / arguments[1]))
-        assert done.returncode == 0, done
-        assert json.loads(done.stdout)["outcome"]["pages_moved"] == 2
+        ran = stage(running, "--json", arguments[0], str(tmp_path / arguments[1]))
+        assert ran.returncode == 0, ran
+        assert json.loads(ran.stdout)["outcome"]["pages_moved"] == 2
 
 
 def test_the_script_in_the_docs_is_accepted_and_settles(running: Up) -> None:
-    done = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "request_transfer.py")],
         env=environment(running.state, {"PYTHONPATH": str(ROOT)}),
         capture_output=True,
@@ -139,18 +139,18 @@ def test_the_script_in_the_docs_is_accepted_and_settles(running: Up) -> None:
         check=False,
     )
 
-    assert done.returncode == 0, done
-    assert "accepted" in done.stdout
-    assert "settled" in done.stdout
+    assert ran.returncode == 0, ran
+    assert "accepted" in ran.stdout
+    assert "settled" in ran.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ucx", "memory"])
 def test_the_toy_demo_holds(tmp_path: Path, backend: str) -> None:
-    done = kvbus("demo", "--engine", "toy", "--json", "--backend", backend, state=tmp_path)
+    ran = kvbus("demo", "--engine", "toy", "--json", "--backend", backend, state=tmp_path)
 
-    assert done.returncode == 0, done
-    document = json.loads(done.stdout)
+    assert ran.returncode == 0, ran
+    document = json.loads(ran.stdout)
     assert set(document) == DEMO_KEYS
     assert document["ok"] is True
     assert document["tokens_identical"] is True

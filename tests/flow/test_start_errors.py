@@ -33,13 +33,13 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def told(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+def told(ran: "subprocess.CompletedProcess[str]", *words: str) -> None:
     """The command could not run, and said why in one sentence, without a traceback."""
-    assert done.returncode == 2, done
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert ran.returncode == 2, ran
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
     for word in words:
-        assert word in done.stderr
+        assert word in ran.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- broker
@@ -55,17 +55,17 @@ def test_a_broker_that_does_not_answer_is_named_in_time(state: Path, closed_port
     with ThreadPoolExecutor(len(commands)) as pool:  # each of them mostly waits
         ended = list(pool.map(run, commands))
 
-    for done in ended:
-        assert done.returncode == 2, done
-        assert "Traceback" not in done.stderr
+    for ran in ended:
+        assert ran.returncode == 2, ran
+        assert "Traceback" not in ran.stderr
         for word in ("no broker answers", url, "kvbus up", "--nats URL"):
-            assert word in done.stderr.replace("\n", " ")
+            assert word in ran.stderr.replace("\n", " ")
 
 
 def test_a_command_with_no_broker_named_and_none_running_says_where_it_looked(state: Path) -> None:
-    done = kvbus("stage", "--from", "a", "--to", "b", "text", state=state)
+    ran = kvbus("stage", "--from", "a", "--to", "b", "text", state=state)
 
-    told(done, "no running kvbus found at", str(state / "up.json"), "kvbus up", "--nats URL")
+    told(ran, "no running kvbus found at", str(state / "up.json"), "kvbus up", "--nats URL")
 
 
 def test_a_state_file_that_is_torn_is_named(state: Path) -> None:
@@ -75,11 +75,11 @@ def test_a_state_file_that_is_torn_is_named(state: Path) -> None:
 
 
 def test_no_nats_server_binary(state: Path) -> None:
-    done = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(state / "no-such-program")})
+    ran = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(state / "no-such-program")})
 
-    assert done.returncode == 2, done
-    assert "KVBUS_NATS_SERVER does not name a program that can be run" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert "KVBUS_NATS_SERVER does not name a program that can be run" in ran.stderr
+    assert "Traceback" not in ran.stderr
     assert not (state / "up.json").exists()
 
 
@@ -88,11 +88,11 @@ def test_a_nats_server_that_is_none(state: Path) -> None:
     program.write_text("#!/bin/sh\necho nonsense >&2\nexit 3\n")
     program.chmod(0o755)
 
-    done = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(program)})
+    ran = kvbus("up", state=state, env={"KVBUS_NATS_SERVER": str(program)})
 
-    assert done.returncode == 2, done
-    assert "nats-server" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert "nats-server" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_a_port_that_is_taken(state: Path) -> None:
@@ -101,12 +101,12 @@ def test_a_port_that_is_taken(state: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
 
-        done = kvbus("up", "--port", str(port), state=state)
+        ran = kvbus("up", "--port", str(port), state=state)
 
-    assert done.returncode == 2, done
-    assert "port is taken" in done.stderr
-    assert str(port) in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert "port is taken" in ran.stderr
+    assert str(port) in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
@@ -131,18 +131,18 @@ def worker(place: Town, state: Path, *arguments: str, instance: str = "x") -> "s
 
 
 def test_a_second_worker_of_the_same_name(place: Town, state: Path) -> None:
-    done = worker(place, state, instance="a")
+    ran = worker(place, state, instance="a")
 
-    told(done, "a worker of a/m0 is running already", str(place.workers["a"].pid), "--member")
+    told(ran, "a worker of a/m0 is running already", str(place.workers["a"].pid), "--member")
 
 
 def test_a_pool_that_is_too_small_for_its_longest_prompt(place: Town, state: Path) -> None:
-    done = worker(place, state, "--pages", "64")
+    ran = worker(place, state, "--pages", "64")
 
-    assert done.returncode == 2, done
-    assert "pool too small: 64 pages" in done.stderr
-    assert "--pages" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert "pool too small: 64 pages" in ran.stderr
+    assert "--pages" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -172,19 +172,19 @@ def test_an_engine_option_that_does_not_fit_is_named_and_nothing_is_left(place: 
         ('{"work_rounds": "many"}', "toy option 'work_rounds' is str, expected"),
         ('{"page_bytes": 100}', "toy option page_bytes is 100"),
     ):
-        done = worker(place, state, "--engine-options", options)  # the lock of the one before is free again
+        ran = worker(place, state, "--engine-options", options)  # the lock of the one before is free again
 
-        assert done.returncode == 2, done
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+        assert ran.returncode == 2, ran
+        assert words in ran.stderr
+        assert "Traceback" not in ran.stderr
         assert not list(run.glob("x.*.sock"))
 
 
 def test_an_engine_option_that_does_not_fit_is_named_by_up_too(state: Path) -> None:
-    done = kvbus("up", "--engine-options", '{"speed": 1}', state=state)
+    ran = kvbus("up", "--engine-options", '{"speed": 1}', state=state)
 
-    assert done.returncode == 2, done
-    assert "toy option 'speed' is unknown" in done.stderr.replace("\n", " ")
+    assert ran.returncode == 2, ran
+    assert "toy option 'speed' is unknown" in ran.stderr.replace("\n", " ")
     assert not (state / "up.json").exists()
 
 
@@ -198,16 +198,16 @@ def test_a_model_folder_that_is_none_is_named(place: Town, state: Path, *, broke
         (model / "config.json").write_text('{"model_type": "lla')
         (model / "model.safetensors").write_bytes(b"not a tensor")
 
-    done = worker(place, state, "--engine", "transformers", "--engine-options", f'{{"folder": "{model}"}}')
+    ran = worker(place, state, "--engine", "transformers", "--engine-options", f'{{"folder": "{model}"}}')
 
-    assert done.returncode == 2, done
-    assert str(model) in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ran.returncode == 2, ran
+    assert str(model) in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_wrong_credentials_are_named(place: Town, state: Path) -> None:
-    done = kvbus("worker", "--instance", "x", "--nats", place.broker.url, "--token", "wrong", state=state)
+    ran = kvbus("worker", "--instance", "x", "--nats", place.broker.url, "--token", "wrong", state=state)
 
-    assert done.returncode == 2, done
-    assert "refused these credentials" in done.stderr
-    assert place.broker.token not in done.stderr
+    assert ran.returncode == 2, ran
+    assert "refused these credentials" in ran.stderr
+    assert place.broker.token not in ran.stderr

@@ -65,10 +65,10 @@ def test_killed_it_leaves_nothing_behind(running: Up) -> None:
 
 
 def test_a_second_one_over_the_same_folder_is_refused_and_the_first_goes_on(running: Up) -> None:
-    done = kvbus("up", state=running.state)
+    ran = kvbus("up", state=running.state)
 
-    assert done.returncode == 2, done
-    assert "another broker runs over this folder" in done.stderr.replace("\n", " ")
+    assert ran.returncode == 2, ran
+    assert "another broker runs over this folder" in ran.stderr.replace("\n", " ")
     assert running.process.poll() is None
     assert running.state_file.exists()
     staged = kvbus("stage", "--from", "a", "--to", "b", "--json", "x" * 100, state=running.state)
