@@ -5,21 +5,25 @@ import asyncio
 import click
 
 from kvbus.bus_assets import AssetLimits
-from kvbus.commands.common import broker_options, connect
+from kvbus.commands.common import broker_options, connect, json_option, print_document
 
 
 @click.command()
 @click.option("--facts-mib", default=1024, show_default=True, help="Space for facts, which the broker reserves.")
 @click.option("--replicas", type=click.Choice(["1", "3"]), default="1", show_default=True)
 @broker_options
-def init(nats_url: str, token: str, prefix: str, facts_mib: int, replicas: str) -> None:
+@json_option
+def init(nats_url: str, token: str, prefix: str, facts_mib: int, replicas: str, as_json: bool) -> None:
     """Create the streams and buckets on a broker, once, before the first worker.
 
     Existing ones are compared with what kvbus needs; a difference is an error that names it. Nothing is deleted.
     """
     limits = AssetLimits(facts_bytes_max=facts_mib << 20, replicas=int(replicas))
     asyncio.run(_init(nats_url, token, prefix, limits))
-    click.echo("streams and buckets are in place")
+    if as_json:
+        print_document({"ok": True, "replicas": int(replicas), "facts_mib": facts_mib})
+    else:
+        click.echo("streams and buckets are in place")
 
 
 async def _init(nats_url: str, token: str, prefix: str, limits: AssetLimits) -> None:

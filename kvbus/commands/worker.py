@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvbus.commands.common import broker_options, set_up_logging
+from kvbus.commands.common import broker_options, json_option, print_document, set_up_logging
 from kvbus.config import ENGINES, WorkerSettings, checked_settings, discover
 from kvbus.engines.model_cache import default_folder
 from kvbus.errors import ConfigError
@@ -58,14 +58,18 @@ def engine_options(engine: str, given: str) -> dict[str, object]:
 @click.option("--parent-pid", default=0, hidden=True, help="Stop when this process has ended.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @broker_options
-def worker(nats_url: str, token: str, source_allow: tuple[str, ...], **options: object) -> None:
-    """Run one member of one instance; its engine starts with it, in a process of its own."""
+@json_option
+def worker(nats_url: str, token: str, source_allow: tuple[str, ...], as_json: bool, **options: object) -> None:
+    """Run one member of one instance; its engine starts with it, in a process of its own.
+
+    Logs go to stderr. With --json one document on stdout says when it is ready.
+    """
     set_up_logging(str(options.pop("log_level")))
     if not nats_url:
         nats_url, found = discover()
         token = token or found
     settings = _settings(nats_url, token, source_allow, options)
-    asyncio.run(_run(settings))
+    asyncio.run(_run(settings, as_json=as_json))
 
 
 def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options: dict[str, object]) -> WorkerSettings:
@@ -87,8 +91,15 @@ def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options:
     )
 
 
-async def _run(settings: WorkerSettings) -> None:
+async def _run(settings: WorkerSettings, *, as_json: bool) -> None:
     from kvbus.bus import NatsBus
+
+    def ready(text: str) -> None:
+        if as_json:
+            socket = str(settings.socket_path)
+            print_document({"ready": True, "instance": settings.instance, "member": settings.member, "socket": socket})
+        else:
+            click.echo(text, err=True)
 
     bus = await NatsBus.connect(
         settings.nats_url,
@@ -97,7 +108,7 @@ async def _run(settings: WorkerSettings) -> None:
         topics=Topics(settings.prefix),
     )
     try:
-        await run_worker(settings, bus, on_ready=lambda text: click.echo(text, err=True))
+        await run_worker(settings, bus, on_ready=ready)
     finally:
         # A second Ctrl-C while the connection drains must not leave a trace back.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -60,6 +60,17 @@ async def assert_only_whole_pages(pair: Town, ids: list[int], outcome: TransferO
     assert staged.end.tokens == await pair.cold("b", ids)
 
 
+async def assert_let_go_only_after_access_had_ended(pair: Town, request_hash: str, transfer: str) -> None:
+    """B told its source that its access has ended after the attempt's end was reported with evidence, never before."""
+    told = await pair.step("b", request_hash, "access_ended")
+    assert told.text == "completed"
+    assert await evidence_of(pair, "b", transfer) == "completed"
+    bodies = [event.body for event in await pair.events("b")]
+    (ticket,) = (body.ticket for body in bodies if isinstance(body, LeaseGranted) and body.transfer == transfer)
+    (end,) = (body for body in bodies if isinstance(body, OutcomeFixed) and body.ticket == ticket)
+    assert bodies.index(end) < bodies.index(told)
+
+
 async def test_a_killed_source_is_reported_in_time_and_its_successor_serves(pair: Town) -> None:
     ids = prompt("source killed", BLOCKS)
     handle = await halfway(pair, ids)
@@ -142,6 +153,7 @@ async def test_a_cancelled_transfer_keeps_what_arrived_whole(pair: Town) -> None
     assert "cancelled by" in outcome.reason
     assert outcome.evidence == ("completed",)
     await assert_only_whole_pages(pair, ids, outcome)
+    await assert_let_go_only_after_access_had_ended(pair, handle.request_hash, outcome.transfer)
     await pair.at_rest()
     again = await pair.stage(ids)  # and it may be asked for again at once
     assert (again.outcome, again.pages_held, again.pages_moved) == (
