@@ -1,5 +1,6 @@
 """What every command shares: options for the broker, output for people or as JSON, and one way to end with an error."""
 
+import asyncio
 import json
 import logging
 import sys
@@ -43,7 +44,7 @@ def run(command: click.Command) -> int:
     except KvbusError as error:
         click.echo(f"kvbus: {error}", err=True)
         return EXIT_CONFIG
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return EXIT_INTERRUPTED
     return result if isinstance(result, int) else 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -129,6 +130,9 @@ async def _demo(plan: ClusterPlan, *, as_json: bool) -> int:
     screen = console(as_json=as_json)
     shown = Shown(plan.engine)
     cluster = Cluster(plan)
+    this = asyncio.current_task()
+    if this is not None:  # told to end, it ends what it started, as it does on Ctrl-C
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     try:
         with _working(screen, "starting two instances") as say:
             await cluster.start(say)
