@@ -64,6 +64,10 @@ class Up:
     def state_file(self) -> Path:
         return self.state / "up.json"
 
+    def said(self) -> str:
+        """What it wrote to stderr so far."""
+        return (self.state / "err").read_text()
+
     def nothing_left(self) -> bool:
         """Whether every process that it started has ended."""
         return not any(map(is_alive, self.pids))
@@ -74,11 +78,11 @@ class Up:
         return self.process.wait(COMMAND_S)
 
 
-def start_up(state: Path, *arguments: str) -> Up:
-    """Start `kvbus up`; it may not be ready yet."""
-    with (state / "up.err").open("w") as errors:
+def start(state: Path, *arguments: str) -> Up:
+    """Start a command that runs until it is told to end; it may not be ready yet."""
+    with (state / "err").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvbus", "up", "--json", "--engine-options", '{"work_rounds": 1}', *arguments],
+            [sys.executable, "-m", "kvbus", *arguments],
             env=environment(state),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -89,13 +93,18 @@ def start_up(state: Path, *arguments: str) -> Up:
     return Up(process, state)
 
 
+def start_up(state: Path, *arguments: str) -> Up:
+    """Start `kvbus up` with a quick toy."""
+    return start(state, "up", "--json", "--engine-options", '{"work_rounds": 1}', *arguments)
+
+
 @contextmanager
 def up(state: Path, *arguments: str) -> Iterator[Up]:
     """A `kvbus up` that is ready; ended by Ctrl-C, if the test has not ended it."""
     running = start_up(state, *arguments)
     try:
         wait_until(lambda: running.state_file.exists() or running.process.poll() is not None, UP_S, what="up is ready")
-        assert running.process.poll() is None, (state / "up.err").read_text()
+        assert running.process.poll() is None, running.said()
         running.document = json.loads(running.state_file.read_text())
         running.pids = descendants(running.process.pid)
         yield running

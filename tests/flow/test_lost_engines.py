@@ -56,9 +56,32 @@ async def until_engine(pair: Town, name: str, old_pid: int) -> None:
 
 
 async def test_an_engine_killed_in_the_middle_of_a_staged_answer_gives_its_pins_back(pair: Town) -> None:
-    ids = prompt("staged answer", SHORT_BLOCKS)
+    ids = prompt("staged answer", SHORT_BLOCKS + 6)  # the rest is computed, while what was staged is pinned
+    staged = ids[: SHORT_BLOCKS * BLOCK]
     cold = await pair.cold("b", ids)
-    assert (await pair.stage(ids)).outcome == "settled"
+    assert (await pair.stage(staged)).outcome == "settled"
+    old_pid = pair.workers["b"].engine_pid()
+    answer = asyncio.ensure_future(pair.answer("b", ids))
+    await until(lambda: holds_a_lease(pair, "b"), what="the engine has pinned what was staged")
+    assert await pair.evict("b", staged) == 0
+
+    os.kill(old_pid, signal.SIGKILL)
+
+    with pytest.raises(EngineError):
+        await answer
+    await pair.at_rest("b")
+    assert not is_alive(old_pid)
+    assert await pair.held("b", staged) == SHORT_BLOCKS  # the pages outlive the engine
+    await until_engine(pair, "b", old_pid)
+    again = await pair.answer("b", ids)
+    assert again.end.tokens == cold
+    assert again.end.cached_tokens == SHORT_BLOCKS * BLOCK
+    await pair.at_rest()
+
+
+async def test_an_engine_killed_between_two_tokens_ends_that_answer_only(pair: Town) -> None:
+    ids = prompt("between tokens", SHORT_BLOCKS)
+    cold = await pair.cold("b", ids)
     old_pid = pair.workers["b"].engine_pid()
     seen: list[int] = []
 
@@ -76,17 +99,13 @@ async def test_an_engine_killed_in_the_middle_of_a_staged_answer_gives_its_pins_
 
     assert seen[0] == cold[0]
     await pair.at_rest("b")
-    assert not is_alive(old_pid)
-    assert await pair.held("b", ids) == SHORT_BLOCKS  # the pages outlive the engine
     await until_engine(pair, "b", old_pid)
-    again = await pair.answer("b", ids)
-    assert again.end.tokens == cold
-    assert again.end.cached_tokens == SHORT_BLOCKS * BLOCK
-    await pair.at_rest()
+    assert await pair.cold("b", ids) == cold
 
 
 async def test_an_engine_killed_while_it_computes_for_a_peer_fails_that_transfer_only(pair: Town) -> None:
     handle = await while_computing(pair, "prefill killed")
+    assert (await pair.stats("a"))["pages_writing"] == LONG_BLOCKS
     old_pid = pair.workers["a"].engine_pid()
 
     os.kill(old_pid, signal.SIGKILL)
@@ -145,6 +164,10 @@ async def test_a_reader_that_dies_while_its_source_computes_is_lent_nothing(pair
     await pair.at_rest("a")
     assert (await pair.stats("a"))["lending_submissions"] == before
     await pair.start_again("b")
+
+
+async def holds_a_lease(pair: Town, name: str) -> bool:
+    return (await pair.stats(name))["leases_held"] == 1
 
 
 async def computed(pair: Town, name: str) -> bool:

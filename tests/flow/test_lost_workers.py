@@ -1,6 +1,6 @@
 """Workers that die or stop in the middle of a transfer, and transfers that are cancelled there.
 
-Instance b reads at 1 MB/s, so that a transfer of 60 pages is caught halfway. Whatever happens, pages are committed
+Instance b reads at 1 MB/s, so that a transfer of 36 pages is caught halfway. Whatever happens, pages are committed
 whole or not at all, leases come back on evidence only, and b answers with the tokens that computing gives.
 """
 
@@ -20,7 +20,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-BLOCKS = 60
+BLOCKS = 36
 RATE_BYTES_S = 1_000_000
 HALFWAY_ROW = 10
 REPORT_S = 10.0
@@ -182,10 +182,10 @@ async def test_the_source_keeps_its_pages_until_the_reader_has_let_go(pair: Town
 async def test_a_transfer_whose_budget_ends_while_it_reads_keeps_what_arrived_whole(pair: Town) -> None:
     ids = prompt("budget", BLOCKS)
 
-    outcome = await pair.stage(ids, budget_s=2.0)
+    outcome = await pair.stage(ids, budget_s=1.5)
 
     assert (outcome.outcome, outcome.failure) == ("failed", "deadline")
-    assert "the budget of 2 s is spent" in outcome.reason
+    assert "the budget of 1.5 s is spent" in outcome.reason
     await assert_only_whole_pages(pair, ids, outcome)
     await pair.at_rest()
 

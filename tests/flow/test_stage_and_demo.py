@@ -159,6 +159,6 @@ def test_the_toy_demo_holds(tmp_path: Path, backend: str) -> None:
     assert document["pages"] == document["prompt_tokens"] // 32
     assert document["bytes"] == document["pages"] * 65536
     assert document["speedup"] == pytest.approx(document["ttft_cold_s"] / document["ttft_staged_s"])
-    kinds = {fact["k"] for fact in document["facts"]}
+    kinds = {fact["kind"] for fact in document["facts"]}
     assert {"lease_granted", "attempt", "outcome", "facts", "open", "settle", "transfer_outcome"} <= kinds
-    assert {fact["i"] for fact in document["facts"]} == {"a", "b"}
+    assert {fact["instance"] for fact in document["facts"]} == {"a", "b"}

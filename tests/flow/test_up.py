@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.command_line import COMMAND_S, Up, finish, kvbus, start_up, up
+from tests.flow.command_line import COMMAND_S, Up, finish, kvbus, start, start_up, up
 from tests.flow.town import children
 from tests.waiting import wait_until
 
@@ -39,7 +39,7 @@ def test_a_signal_ends_all_of_it_with_status_0(running: Up, number: signal.Signa
 
     assert running.nothing_left()
     assert not running.state_file.exists()
-    assert "Traceback" not in (running.state / "up.err").read_text()
+    assert "Traceback" not in running.said()
 
 
 def test_a_signal_while_it_starts_ends_it_as_clean(state: Path) -> None:
@@ -54,6 +54,21 @@ def test_a_signal_while_it_starts_ends_it_as_clean(state: Path) -> None:
         assert not starting.state_file.exists()
     finally:
         finish(starting)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_told_to_end_ends_what_it_started(state: Path, number: signal.Signals) -> None:
+    demo = start(state, "demo", "--engine", "toy")
+    try:
+        wait_until(lambda: len(children(demo.process.pid)) == 3, COMMAND_S, what="broker and workers are there")
+        demo.pids = set(children(demo.process.pid))
+
+        assert demo.end(number) != 0
+
+        wait_until(demo.nothing_left, COMMAND_S, what="nothing is left")
+        assert "Traceback" not in demo.said()
+    finally:
+        finish(demo)
 
 
 @pytest.mark.slow

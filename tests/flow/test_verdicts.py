@@ -22,8 +22,8 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SLOW_BLOCKS = 24
-"""1.5 MiB at 1 MB/s: a second and a half in which a transfer is seen running."""
+SLOW_BLOCKS = 20
+"""1.3 MB at 1 MB/s: more than a second in which a transfer is seen running."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -100,7 +100,7 @@ async def test_history_shows_one_line_for_each_thing_that_happened(bus: Bus) -> 
         f"b  transfer {TRANSFER}  settled: 31/31 blocks moved, 2.0 MB in 14.2 ms (queue 3.0 ms)",
     ):
         assert part in seen.text
-    assert "T1 submitted · delivered · access_ended · completed · 31/31 blocks · bounds 0–31" in seen.text
+    assert "T1 delivered · access_ended · completed · 31/31 blocks · bounds 0–31" in seen.text
 
 
 async def test_times_only_grow_within_history_although_members_store_side_by_side(bus: Bus) -> None:
