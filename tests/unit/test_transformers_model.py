@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvbus.engines.model_cache import default_folder, is_ready
 from kvbus.errors import ConfigError, PeerError
+from tests.real_model import smollm2_folder
 from tests.tiny_llama import EOS_ID, HEAD_DIM, KV_HEADS, LAYERS, MAX_TOKENS, VOCAB_SIZE, make_tiny_llama
 
 # torch costs seconds and is an extra; everything below needs it.
@@ -367,10 +366,7 @@ def test_a_forward_that_takes_no_cache_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> CausalModel:
-    folder = default_folder(os.environ)
-    if not is_ready(folder):
-        pytest.skip("SmolLM2 is not in the model cache; run scripts/get_model")
-    return CausalModel.load(folder)
+    return CausalModel.load(smollm2_folder())
 
 
 @pytest.mark.model

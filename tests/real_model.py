@@ -1,0 +1,19 @@
+"""SmolLM2 for the tests marked `model`: skipped where it was not fetched, a failure in CI, which fetches it first."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvbus.engines.model_cache import default_folder, is_ready
+
+
+def smollm2_folder() -> Path:
+    """Return the model's folder in the cache."""
+    folder = default_folder(os.environ)
+    if not is_ready(folder):
+        missing = "SmolLM2 is not in the model cache; run scripts/get_model"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return folder
