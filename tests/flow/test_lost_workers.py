@@ -7,15 +7,19 @@ whole or not at all, leases come back on evidence only, and b answers with the t
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kvbus.errors import BusError
 from kvbus.events import LeaseGranted, OutcomeFixed, TransferOutcome
 from kvbus.publisher import TransferHandle
+from kvbus.roles.registry import lookup
+from kvbus.transport import Delivery
 from tests.flow.pool_eye import eye_on
-from tests.flow.town import BLOCK, OUTCOME_S, PAGE_BYTES, Town, prompt, town
+from tests.flow.town import BLOCK, OUTCOME_S, PAGE_BYTES, TOPICS, Town, prompt, town
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -140,6 +144,73 @@ async def test_a_source_that_stands_still_after_its_grant_does_not_hold_up_the_r
 
     assert staged.end.tokens == await pair.cold("b", ids)
     await pair.at_rest()
+
+
+async def test_a_lease_is_not_timed_a_reader_that_stands_still_keeps_it_until_it_has_let_go(pair: Town) -> None:
+    ids = prompt("reader stopped", BLOCKS)
+    eye = await eye_on(pair, "b")
+    handle = await pair.ask(ids, budget_s=1.5)
+    await eye.until_row((await handle.verdict()).transfer, HALFWAY_ROW)
+
+    pair.workers["b"].signal(signal.SIGSTOP)
+    try:
+        await heartbeats(pair, "a", 4)  # the budget has long been spent
+        assert (await pair.stats("a"))["leases_held"] == 1
+        assert await pair.evict("a", ids) == 0
+    finally:
+        pair.workers["b"].signal(signal.SIGCONT)
+
+    outcome = await ended(handle, REPORT_S)
+    assert (outcome.outcome, outcome.failure) == ("failed", "deadline")
+    await assert_only_whole_pages(pair, ids, outcome)
+    await pair.at_rest()
+
+
+async def test_a_broker_that_dies_and_comes_back_costs_neither_pages_nor_facts(pair: Town) -> None:
+    ids = prompt("broker lost", BLOCKS)
+    handle = await halfway(pair, ids)
+    transfer = (await handle.verdict()).transfer
+
+    pair.broker.kill()
+    await pair.broker.start()
+
+    await until(partial(outcome_is_reported, pair, handle.request_hash), OUTCOME_S, what="the outcome is in the facts")
+    assert await pair.held("b", ids) == BLOCKS
+    assert (await pair.answer("b", ids)).end.tokens == await pair.cold("b", ids)
+    assert await evidence_of(pair, "a", transfer) == "peer_ack"
+    assert await evidence_of(pair, "b", transfer) == "completed"
+    await pair.at_rest()
+    await until(partial(is_registered, pair, "a"), 30, what="a is registered again")
+    assert (await pair.stage(prompt("after the broker", 2))).outcome == "settled"
+    await pair.at_rest()
+
+
+async def heartbeats(pair: Town, name: str, count: int) -> None:
+    """Wait for so many heartbeats of an instance: one a second."""
+    heard: list[Delivery] = []
+
+    async def hear(delivery: Delivery) -> None:
+        heard.append(delivery)
+
+    subscription = await pair.bus.subscribe(TOPICS.heartbeat(name), hear)
+    try:
+        await until(lambda: len(heard) >= count, 30, what=f"{count} heartbeats of {name}")
+    finally:
+        await subscription.close()
+
+
+async def outcome_is_reported(pair: Town, request_hash: str) -> bool:
+    """Whether b's facts say that the request settled; False while the broker is away."""
+    try:
+        bodies = [event.body for event in await pair.events("b")]
+    except BusError:
+        return False
+    ours = [body for body in bodies if isinstance(body, TransferOutcome) and body.request_hash == request_hash]
+    return [body.outcome for body in ours] == ["settled"]
+
+
+async def is_registered(pair: Town, name: str) -> bool:
+    return bool(await lookup(pair.bus, name))
 
 
 async def test_a_cancelled_transfer_keeps_what_arrived_whole(pair: Town) -> None:
