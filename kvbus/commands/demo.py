@@ -353,18 +353,18 @@ def _table(shown: Shown) -> Table:
     table.add_column("b has staged pages", justify="right")
     table.add_row("time to first token", f"{shown.ttft_cold_s:.2f} s", f"{shown.ttft_staged_s:.3f} s")
     table.add_row("", "", f"[bold green]{shown.speedup:.1f} times sooner[/]")
-    pages = f"{shown.pages} pages, {shown.length_bytes / 1e6:.1f} MB in {shown.transfer_s * 1e3:.0f} ms"
+    pages = f"{shown.pages} pages, {shown.length_bytes / 1e6:.1f} MB, {shown.transfer_s * 1e3:.0f} ms"
     table.add_row("moved ahead of time", "–", pages)
-    table.add_row("whole stage, with a's prefill", "–", f"{shown.stage_s:.2f} s")
+    table.add_row("stage, with a's prefill", "–", f"{shown.stage_s:.2f} s")
     table.add_row("tokens", _tokens(shown.cold), _tokens(shown.staged))
     table.add_row("same tokens", "", _mark(shown.tokens_identical))
-    table.add_row("one page changed: answer changes", "", _mark(shown.poison_detected))
-    table.add_row("changed page evicted: right again", "", _mark(shown.recomputed == shown.cold and bool(shown.cold)))
+    table.add_row("page changed: other answer", "", _mark(shown.poison_detected))
+    table.add_row("evicted: right again", "", _mark(shown.recomputed == shown.cold and bool(shown.cold)))
     return table
 
 
 def _tokens(tokens: tuple[int, ...]) -> str:
-    return " ".join(str(token) for token in tokens[:6]) + (" …" if len(tokens) > 6 else "")
+    return " ".join(str(token) for token in tokens[:4]) + (" …" if len(tokens) > 4 else "")
 
 
 def _mark(holds: bool) -> str:
