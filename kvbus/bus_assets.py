@@ -122,8 +122,8 @@ class Assets:
     def buckets(self) -> tuple[Document, ...]:
         """Return the instance registry (entries expire with the bucket's one time to live) and the epoch counters.
 
-        Both live on disk: a bucket in memory is gone after a broker restart, settings and all, and nobody could register
-        any more. Expiry is late by some 0.2 s there, which does not matter at ten seconds.
+        Both live on disk: a bucket in memory is gone after a broker restart, settings and all, and nobody could
+        register any more. Expiry is late by some 0.2 s there, which does not matter at ten seconds.
         """
         ttl = INSTANCE_TTL_S * _SECOND
         return (

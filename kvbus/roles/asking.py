@@ -2,7 +2,7 @@
 
 A question is idempotent: its key (epoch, transfer, attempt, rank) gets the same lease each time. A release is repeated
 until the source confirms it, since one lost message must not pin pages for ever (P18); it stops otherwise only when the
-registry shows the source's member under another epoch: its old process, and so its pool, is no more.
+source's process, and so its pool, is no more: seen on this host, or by its member's other epoch in the registry.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from kvbus.errors import BusError, PeerError
 from kvbus.events import LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, decode, encode
 from kvbus.grants import Expected, Grant, refusal, unseal
 from kvbus.ledger.facts import FailureClass
-from kvbus.parts import Body
+from kvbus.parts import Body, ProcessIdentity
+from kvbus.processes import same_host, start_ticks
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered, lookup
 from kvbus.topics import Command, Topics
@@ -49,13 +50,21 @@ class Asker:
     """Speaks to sources on behalf of this member's transfers."""
 
     def __init__(
-        self, *, bus: Bus, topics: Topics, recorder: Recorder, pause_s: float, clock: Callable[[], float]
+        self,
+        *,
+        bus: Bus,
+        topics: Topics,
+        recorder: Recorder,
+        pause_s: float,
+        clock: Callable[[], float],
+        has_died: Callable[[ProcessIdentity], bool] | None = None,
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._recorder = recorder
         self._pause_s = pause_s
         self._clock = clock
+        self._has_died = has_died or _has_died
         self._releases: dict[ReaderKey, asyncio.Task[None]] = {}
 
     @property
@@ -166,7 +175,7 @@ class Asker:
                 data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
                 if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
                     return  # known or not: it holds nothing for this key any more
-                if isinstance(data, NoAnswer) and await self._restarted(source):
+                if isinstance(data, NoAnswer) and (self._has_died(source.record.process) or await self._restarted(source)):
                     return
             except (BusError, PeerError) as error:
                 log.info("release of %s not confirmed: %s", key.transfer, error)
@@ -183,6 +192,11 @@ class Asker:
 
     def _encoded(self, body: Body) -> bytes:
         return encode(self._recorder.header(body.KIND), body)
+
+
+def _has_died(process: ProcessIdentity) -> bool:
+    """Return True where a source was a process of this host that is gone, all of its threads: nothing waits there."""
+    return same_host(process) and start_ticks(process.pid) != process.start_ticks
 
 
 def failure_named(name: str) -> FailureClass:

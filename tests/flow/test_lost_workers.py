@@ -97,6 +97,31 @@ async def test_a_killed_source_is_reported_in_time_and_its_successor_serves(pair
     await pair.at_rest()
 
 
+async def test_mapped_pages_outlive_their_killed_source_and_nothing_is_owed_to_the_dead(folder: Path) -> None:
+    (folder / "mapped").mkdir()
+    async with town(folder / "mapped") as pair:
+        await asyncio.gather(
+            pair.start("a", backend="memory"),
+            pair.start("b", allow=["a"], backend="memory", rate_limit_bytes_s=RATE_BYTES_S),
+        )
+        ids = prompt("mapped", BLOCKS)
+        handle = await halfway(pair, ids)
+
+        pair.workers["a"].kill()
+        outcome = await ended(handle, REPORT_S)
+
+        assert (outcome.outcome, outcome.pages_moved, outcome.evidence) == ("settled", BLOCKS, ("completed",))
+        assert (await pair.answer("b", ids)).end.tokens == await pair.cold("b", ids)
+        await pair.at_rest("b")  # the release is repeated to a living process only
+        gone = await pair.ask(prompt("asked of the dead", 2))
+        failed = await gone.outcome(REPORT_S)
+        if failed is None:  # the registry has forgotten it by now
+            assert (await gone.verdict()).verdict == "refused"
+        else:
+            assert (failed.outcome, failed.failure, failed.pages_moved) == ("failed", "peer_lost", 0)
+        await pair.at_rest("b")
+
+
 @pytest.mark.contract("P6")
 async def test_a_killed_destination_gives_the_lease_back_and_its_successor_runs_the_request_once(pair: Town) -> None:
     ids = prompt("destination killed", BLOCKS)

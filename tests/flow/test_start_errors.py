@@ -46,6 +46,7 @@ def told(ran: "subprocess.CompletedProcess[str]", *words: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- broker
 
 
+@pytest.mark.slow
 def test_a_broker_that_does_not_answer_is_named_in_time(state: Path, closed_port: int) -> None:
     url = f"nats://127.0.0.1:{closed_port}"
     commands = (["worker", "--instance", "a"], ["stage", "--from", "a", "--to", "b", "text"], ["up"], ["demo"])
