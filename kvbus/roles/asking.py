@@ -175,18 +175,20 @@ class Asker:
                 data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
                 if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
                     return  # known or not: it holds nothing for this key any more
-                if isinstance(data, NoAnswer) and (self._has_died(source.record.process) or await self._restarted(source)):
+                if isinstance(data, NoAnswer) and await self._has_ended(source):
                     return
             except (BusError, PeerError) as error:
                 log.info("release of %s not confirmed: %s", key.transfer, error)
             await asyncio.sleep(pause_s)
             pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
 
-    async def _restarted(self, source: Registered) -> bool:
-        """Return True where the source's member runs under another epoch: the process that lent is no more.
+    async def _has_ended(self, source: Registered) -> bool:
+        """Return True where the process that lent is no more: gone from this host, or started again.
 
         A record that is missing proves nothing: the registry forgets within seconds, and a broker may have restarted.
         """
+        if self._has_died(source.record.process):
+            return True
         registered = await lookup(self._bus, source.instance)
         return any(one.member == source.member and one.epoch != source.epoch for one in registered)
 
