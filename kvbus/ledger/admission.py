@@ -144,9 +144,9 @@ class AdmissionGate:
         if source == self._instance:
             return f"source {source!r} is this instance itself"
         if not self._source_allow:
-            return f"{self._instance!r} allows no source: name some in source_allow (`kvbus worker --allow NAME`)"
+            return f"{self._instance!r} allows no source: start it with --allow NAME for each (source_allow)"
         if source not in self._source_allow:
-            return f"source {source!r} is not among those that {self._instance!r} allows"
+            return f"source {source!r} is not among those that {self._instance!r} allows (--allow {source})"
         return None
 
     def _forget_expired(self, now: float) -> None:

@@ -1,15 +1,27 @@
 """Code that is not the ledger's: backends and lenders, called so that a fault of theirs stays theirs (R21).
 
 An exception of a backend stops its binding, an undocumented one of a lender stops that lender's domain, and neither
-reaches the worker. What is stopped stays stopped; a binding retires once it retains nothing.
+reaches the worker. An answer that is none (a list that cannot be read, a result of another kind) counts as an exception
+would. What is stopped stays stopped; a binding retires once it retains nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvbus.ledger.binding import Binding
-from kvbus.ledger.facts import FactDetail, FailureClass
-from kvbus.ledger.types import Containment, Lease, Lender, SubmitMode
+from kvbus.ledger.facts import Evidence, FactDetail, FailureClass
+from kvbus.ledger.types import (
+    Cancelled,
+    Change,
+    Containment,
+    Delivered,
+    Failed,
+    Lease,
+    LeaseFailure,
+    LeaseView,
+    Lender,
+    SubmitMode,
+)
 
 T = TypeVar("T")
 
@@ -52,11 +64,65 @@ class Foreign:
             self.stop_lender(lender.name, f"{what} raised {error!r}")
             return None
 
+    def hear(self, binding: Binding) -> Sequence[Change]:
+        """Return what a backend lists, as far as it can be understood; at a word that cannot, the binding stops."""
+        heard: list[Change] = []
+        try:
+            said = binding.backend.changes()
+            for change in said or ():
+                if fault := fault_of(change):
+                    self.contradict(binding, 0, fault)
+                    self.stop(binding, fault)
+                else:
+                    heard.append(change)
+        except Exception as error:  # noqa: BLE001 - foreign code, contained to its binding
+            self.stop(binding, f"changes raised {error!r}")
+        return heard
+
+    def progress(self, lender: Lender) -> Sequence[int]:
+        """Let a lender advance and return the leases that it names; the domain stopped where it names anything else."""
+        said = self.call_lender(lender, "progress", lambda: tuple(lender.progress() or ()))
+        if said and not set(map(type, said)) <= _INT:
+            self._no_answer(lender, "progress", said)
+            return ()
+        return said or ()
+
+    def poll(self, lease: Lease) -> LeaseView | LeaseFailure | None:
+        """Return a lease's view, or why there is none; None while it waits, or with the domain stopped."""
+        try:
+            view: object = lease.poll()
+        except Exception as error:  # noqa: BLE001 - foreign code, contained to its domain
+            self.stop_lender(lease.lender.name, f"poll raised {error!r}")
+            return None
+        if view is None:
+            return self._failure(lease)
+        if isinstance(view, LeaseView) and _is_whole(view):
+            return view
+        self._no_answer(lease.lender, "poll", view)
+        return None
+
+    def _failure(self, lease: Lease) -> LeaseFailure | None:
+        failure: object = self.call_lender(lease.lender, "failure", lambda: lease.failure)
+        if failure is None or isinstance(failure, LeaseFailure):
+            return failure
+        self._no_answer(lease.lender, "failure", failure)
+        return None
+
     def bounds(self, lease: Lease, arrived: Sequence[bool]) -> tuple[int, int]:
         """Return a write lease's resume bounds; empty, and the domain stopped, where its lender cannot say."""
         if lease.lender.name in self.stopped_lenders:
             return 0, 0
-        return self.call_lender(lease.lender, "bounds", lambda: lease.bounds(arrived)) or (0, 0)
+        said: object = self.call_lender(lease.lender, "bounds", lambda: lease.bounds(arrived))
+        match said:
+            case (int(lo), int(hi)):
+                return lo, hi
+            case _:
+                self._no_answer(lease.lender, "bounds", said)
+                return 0, 0
+
+    def _no_answer(self, lender: Lender, what: str, said: object) -> None:
+        """Stop the domain of a lender whose answer is none, as if it had raised."""
+        self.stop_lender(lender.name, f"{what} answered {said!r}")
 
     def stop(self, binding: Binding, text: str) -> None:
         """Accept no submissions on a binding any more; the first reason stands."""
@@ -109,3 +175,41 @@ class Foreign:
         else:
             binding.hold_released = True
         return True
+
+
+_INT, _BOOL = {int}, {bool}
+
+
+def fault_of(change: object) -> str:
+    """Return why something that a backend listed is no change that could mean anything; empty if it is one.
+
+    What foreign code declares of its values proves nothing. A mask's types are compared as a set, since it has a row
+    for each page.
+    """
+    if type(change) is not Change or type(change.ticket) is not int or type(change.attempt) is not int:
+        return f"lists {change!r}, expected a Change that names ticket and attempt"
+    result: object = change.result
+    if isinstance(result, Delivered):
+        good = _is_mask(result.arrived, result.length_bytes) and type(result.failure) is FailureClass
+    elif isinstance(result, Failed):
+        good = type(result.failure) is FailureClass
+    else:
+        good = result is None or (isinstance(result, Cancelled) and _is_mask(result.arrived, result.length_bytes))
+    if not good:
+        return f"gave T{change.ticket} a result that is none: {result!r}"
+    evidence: object = change.evidence
+    if evidence is not None and type(evidence) is not Evidence:
+        return f"gave T{change.ticket} evidence that is none: {evidence!r}"
+    return ""
+
+
+def _is_mask(mask: object, length_bytes: object) -> bool:
+    return type(mask) is tuple and set(map(type, mask)) <= _BOOL and type(length_bytes) is int
+
+
+def _is_whole(view: LeaseView) -> bool:
+    """Tell whether the columns of a view are columns, and of one length."""
+    pages, counters, names, ordinals = view.pages, view.counters, view.names, view.ordinals
+    if set(map(type, (pages, counters, names, ordinals))) != {tuple}:
+        return False
+    return len(pages) == len(counters) == len(names) == len(ordinals)

@@ -9,10 +9,68 @@ arrive in any order, and neither implies the other.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvbus.ledger.binding import Binding
-from kvbus.ledger.facts import RESULT_BITS, Evidence, Fact, FailureClass
+from kvbus.ledger.facts import EVIDENCE_BITS, RESULT_BITS, Evidence, Fact, FailureClass
 from kvbus.ledger.types import Cancelled, Delivered, Direction, Failed, Lease, LeaseView, Result, SubmitMode
+
+
+class Stage(StrEnum):
+    """Where a lease stands, as its bits tell."""
+
+    TAKEN = "taken"
+    """The holder owns it; its pages are not known."""
+    GRANTED = "granted"
+    """Its pages are known, and nobody was given them."""
+    SUBMITTED = "submitted"
+    """A backend has it: its pages may be accessed."""
+    QUIET = "quiet"
+    """Nobody touches its pages any more; what arrived is not known."""
+    RETAINED = "retained"
+    """What arrived is fixed; its pages may still be accessed."""
+    ACCESS_ENDED = "access ended"
+    """Both are known: a read goes back, a write once it is settled."""
+    RETURNED = "returned"
+    """Its lender has it back."""
+    RETURN_FAILED = "return failed"
+    """Its lender raised: never tried again, its pages stay out of use."""
+
+
+LIFE: frozenset[tuple[Stage, Stage]] = frozenset(
+    {
+        (Stage.TAKEN, Stage.GRANTED),
+        (Stage.TAKEN, Stage.ACCESS_ENDED),
+        (Stage.GRANTED, Stage.SUBMITTED),
+        (Stage.GRANTED, Stage.RETAINED),
+        (Stage.GRANTED, Stage.ACCESS_ENDED),
+        (Stage.SUBMITTED, Stage.QUIET),
+        (Stage.SUBMITTED, Stage.RETAINED),
+        (Stage.SUBMITTED, Stage.ACCESS_ENDED),
+        (Stage.QUIET, Stage.ACCESS_ENDED),
+        (Stage.RETAINED, Stage.ACCESS_ENDED),
+        (Stage.ACCESS_ENDED, Stage.RETURNED),
+        (Stage.ACCESS_ENDED, Stage.RETURN_FAILED),
+    }
+)
+"""All moves that a lease can make. A test holds the holder to it, and docs/ownership.md draws it."""
+
+
+def stage_of(bits: int) -> Stage:
+    """Return where a lease with these fact bits stands."""
+    if bits & Fact.RETURN_FAILED:
+        return Stage.RETURN_FAILED
+    if bits & Fact.RETURNED:
+        return Stage.RETURNED
+    if bits & _ACCESS_ENDED:
+        return Stage.ACCESS_ENDED
+    if bits & RESULT_BITS:
+        return Stage.RETAINED
+    if bits & EVIDENCE_BITS:
+        return Stage.QUIET
+    if bits & Fact.SUBMITTED:
+        return Stage.SUBMITTED
+    return Stage.GRANTED if bits & Fact.GRANTED else Stage.TAKEN
 
 
 class NotYet:

@@ -27,6 +27,7 @@ from kvbus.ledger.types import (
     Direction,
     Failed,
     Lease,
+    LeaseFailure,
     LeaseView,
     Lender,
     Order,
@@ -34,6 +35,8 @@ from kvbus.ledger.types import (
     SubmissionRejectedError,
     SubmitMode,
 )
+
+STOPPING = "this member is shutting down"
 
 
 class LeaseHolder:
@@ -87,7 +90,7 @@ class LeaseHolder:
         binding.unreturned += 1
         self._touch(held)
         if self._shutting_down:
-            self._fail(held, FailureClass.SHUTDOWN, "this member is shutting down")
+            self._fail(held, FailureClass.SHUTDOWN, STOPPING)
         elif held.lender in self._foreign.stopped_lenders:
             self._contain(held)
         elif refusal := binding.refusal(peer):
@@ -172,7 +175,7 @@ class LeaseHolder:
         for name, lender in self._foreign.lenders.items():
             if name in unsettled_lenders or name in self._foreign.stopped_lenders:
                 continue
-            for lease_id in self._foreign.call_lender(lender, "progress", lender.progress) or ():
+            for lease_id in self._foreign.progress(lender):
                 if (held := self._by_lease.get((name, lease_id))) is not None:
                     polls.append(held)
         for held in polls:
@@ -200,10 +203,10 @@ class LeaseHolder:
         foreign = self._foreign
         for held in list(self._held.values()):
             if not (held.closed and held.bits & Fact.SETTLED):  # nobody is left to agree with
-                self.abandon(held.ticket, FailureClass.SHUTDOWN, "this member is shutting down")
+                self.abandon(held.ticket, FailureClass.SHUTDOWN, STOPPING)
         share_s = budget_s / max(1, len(foreign.bindings))
         for binding in foreign.bindings.values():
-            foreign.stop(binding, "this member is shutting down")
+            foreign.stop(binding, STOPPING)
             if not binding.hold_released:
                 backend = binding.backend
                 foreign.call(binding, "shutdown", lambda backend=backend: backend.shutdown(share_s))  # type: ignore[misc]
@@ -248,10 +251,10 @@ class LeaseHolder:
     def _poll(self, held: Held) -> None:
         if held.view is not None or held.closed or held.lender in self._foreign.stopped_lenders:
             return  # never polled again once the view was seen (contract 6)
-        view = self._foreign.call_lender(held.lease.lender, "poll", held.lease.poll)
-        if view is None:
-            if failure := self._foreign.call_lender(held.lease.lender, "failure", lambda: held.lease.failure):
-                self._fail(held, failure.failure, failure.text)
+        view = self._foreign.poll(held.lease)
+        if isinstance(view, LeaseFailure):
+            self._fail(held, view.failure, view.text)
+        if not isinstance(view, LeaseView):
             return
         held.view = view
         held.bits |= int(Fact.GRANTED)
@@ -293,7 +296,7 @@ class LeaseHolder:
 
     def _hear(self, binding: Binding) -> None:
         if not binding.hold_released:
-            for change in self._foreign.call(binding, "changes", binding.backend.changes) or ():
+            for change in self._foreign.hear(binding):
                 self._observe(binding, change)
 
     def _observe(self, binding: Binding, change: Change) -> None:

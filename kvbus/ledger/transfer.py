@@ -181,7 +181,9 @@ class Transfer:
         self.prompt_tokens, self.blocks_wanted, self.blocks_held = prompt_tokens, blocks_wanted, blocks_held
         self.prefix_held = prefix_held
         if blocks_wanted == blocks_held:
-            self.outcome, self.reason = "settled", "every whole block of the prompt is here already"
+            few = f"the prompt has {prompt_tokens} tokens, less than one block: there is nothing to move"
+            self.outcome = "settled"
+            self.reason = "every whole block of the prompt is here already" if blocks_wanted else few
             return self._end(now)
         self._go(Phase.LEASING)
         return [LeasePages()]

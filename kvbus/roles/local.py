@@ -7,7 +7,7 @@ No bytes move here. An attempt is open from the moment at which the engine gets 
 from collections.abc import Sequence
 
 from kvbus.ledger.facts import Evidence, FailureClass
-from kvbus.ledger.types import Change, Delivered, Failed, Order, Result
+from kvbus.ledger.types import Change, Delivered, Failed, Order, Result, SubmissionRejectedError
 
 
 class LocalBackend:
@@ -16,6 +16,7 @@ class LocalBackend:
     def __init__(self, *, name: str) -> None:
         self._name = name
         self._open: dict[int, Order] = {}
+        self._is_shut = False
         self._changes: list[Change] = []
 
     @property
@@ -25,6 +26,8 @@ class LocalBackend:
 
     def submit(self, order: Order) -> None:
         """Note that the engine is about to get these pages."""
+        if self._is_shut:
+            raise SubmissionRejectedError(FailureClass.SHUTDOWN, "this worker is stopping")
         self._open[order.ticket] = order
 
     def changes(self) -> Sequence[Change]:
@@ -54,7 +57,8 @@ class LocalBackend:
         """Do nothing: there is no peer but the engine."""
 
     def shutdown(self, budget_s: float) -> Sequence[tuple[int, int]]:
-        """Return the attempts that the engine has not ended."""
+        """Take nothing new; return the attempts that the engine has not ended."""
+        self._is_shut = True
         del budget_s
         return [(ticket, order.attempt) for ticket, order in self._open.items()]
 

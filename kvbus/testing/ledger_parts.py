@@ -134,6 +134,8 @@ class ListedLease:
             raise LedgerContradictionError("a mark out of turn", lease=self._lease_id, marks=len(self.marks))
         if len(arrived) != self.rows:
             raise ValueError(f"the mask has {len(arrived)} rows, the lease {self.rows}: send one bool for each")
+        if not set(map(type, arrived)) <= {bool}:
+            raise TypeError("the mask holds something else than bool: send one bool for each row")
         self.marks.append(tuple(arrived))
 
     def bounds(self, arrived: Sequence[bool]) -> tuple[int, int]:
@@ -235,6 +237,7 @@ class ManualBackend:
         self.holds_released = 0
         self.changes_calls = 0
         self._name = name
+        self._is_shut = False
         self._changes: list[Change] = []
 
     def __repr__(self) -> str:
@@ -282,6 +285,8 @@ class ManualBackend:
 
     def submit(self, order: Order) -> None:
         """Take an order. A planted rejection leaves nothing, any other error leaves bytes moving (contract 33)."""
+        if self._is_shut:
+            raise SubmissionRejectedError(FailureClass.SHUTDOWN, f"{self._name} is shut down")
         if not isinstance(self.faults.by_method.get("submit"), SubmissionRejectedError):
             self.orders[order.ticket] = order
             self.open[order.ticket, order.attempt] = None
@@ -305,7 +310,8 @@ class ManualBackend:
         self.faults.strike("isolate")
 
     def shutdown(self, budget_s: float) -> Sequence[tuple[int, int]]:
-        """Return what is open; nothing ends by itself."""
+        """Take nothing more, and return what is open; nothing ends by itself."""
+        self._is_shut = True
         self.shutdowns.append(budget_s)
         self.faults.strike("shutdown")
         return tuple(self.open)

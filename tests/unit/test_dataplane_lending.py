@@ -126,7 +126,7 @@ def test_a_grant_that_never_left_is_withdrawn(lent: Lent) -> None:
     assert change.evidence is Evidence.NEVER_SUBMITTED
 
 
-def test_cancel_isolation_and_shutdown_end_nothing(lent: Lent) -> None:  # contract 39, 40
+def test_cancel_isolation_and_shutdown_end_nothing(lent: Lent) -> None:  # contract 39, 40, P7
     lent.backend.submit(order_for(key_of()))
     lent.backend.cancel(1, 1)
     lent.backend.isolate("B")

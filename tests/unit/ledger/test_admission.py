@@ -158,6 +158,7 @@ def test_running_requests_may_exceed_the_entries_but_never_the_cap() -> None:
 
 
 def test_the_same_content_in_other_words_joins_while_it_runs() -> None:
+    # contract 23
     one = gate()
     ask(one, "h1")
     assert one.same_content("h1", b"last") is None
