@@ -13,8 +13,10 @@ COMMANDS = {
     "stage": "Bring the KV of a prompt from one instance to another.",
     "watch": "Follow the facts of all instances.",
     "story": "Tell one transfer's life.",
+    "audit": "Prove or refute that ownership was kept.",
     "worker": "Run one member of one instance.",
     "init": "Create the streams and buckets on a broker.",
+    "sim": "Run simulated instances while everything goes wrong, and check each step.",
 }
 """Each command lives in `kvbus/commands/<name>.py` under its own name."""
 

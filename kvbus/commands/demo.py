@@ -6,18 +6,24 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvbus.commands.audit import audit_log
+from kvbus.commands.audit import lines as audit_lines
+from kvbus.commands.auditing import Audit
+from kvbus.commands.auditing import Verdict as AuditVerdict
 from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
-from kvbus.commands.demo_prompt import log_prompt
+from kvbus.commands.demo_prompt import fitting_prompt
 from kvbus.commands.leases import LeaseBook
 from kvbus.commands.poison import flip_top_exponent_bits
-from kvbus.commands.rendering import LinePrinter, event_document
+from kvbus.commands.recordings import write_record
+from kvbus.commands.rendering import LinePrinter, event_document, printable
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.wording import lines_of
 from kvbus.commands.worker import engine_options
@@ -30,7 +36,6 @@ from kvbus.subscriber import Seen, Subscriber
 from kvbus.topics import Topics
 
 SOURCE, DESTINATION = "a", "b"
-PROMPT_TOKENS = 1_000
 ANSWER_TOKENS = 24
 SPEEDUP_MIN = {"toy": 1.0, "transformers": 8.0}
 """Below this the demo has not shown its point. The toy engine only has to be quicker; its prefill is a made-up cost."""
@@ -59,6 +64,7 @@ class Shown:
     poisoned: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
     transfer: str = ""
+    audit: Audit | None = None
     events: list[Event] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -107,8 +113,14 @@ class Shown:
 @click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
 @click.option("--nats", "nats_url", default="", metavar="URL", help="Use this broker instead of starting one.")
 @click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write all that was recorded to FILE, for `kvbus audit` and `kvbus story`.",
+)
 @json_option
-def demo(engine: str, options: str, backend: str, nats_url: str, token: str, as_json: bool) -> int:
+def demo(engine: str, options: str, backend: str, nats_url: str, token: str, record: Path | None, as_json: bool) -> int:
     """Show the story end to end: a prompt computed cold, then answered from staged KV, with the same tokens.
 
     Two instances start on this host. B answers a prompt cold; A's KV of the prompt is staged to B over NATS and UCX; B
@@ -123,10 +135,10 @@ def demo(engine: str, options: str, backend: str, nats_url: str, token: str, as_
         nats_url=nats_url,
         nats_token=token,
     )
-    return asyncio.run(_demo(plan, as_json=as_json))
+    return asyncio.run(_demo(plan, record, as_json=as_json))
 
 
-async def _demo(plan: ClusterPlan, *, as_json: bool) -> int:
+async def _demo(plan: ClusterPlan, file: Path | None, *, as_json: bool) -> int:
     screen = console(as_json=as_json)
     shown = Shown(plan.engine)
     cluster = Cluster(plan)
@@ -139,6 +151,7 @@ async def _demo(plan: ClusterPlan, *, as_json: bool) -> int:
         shown.model = cluster.registered[DESTINATION].record.model
         async with _facts(cluster, shown, screen) as hold:
             await _show(cluster, shown, screen, hold)
+            await _audit(cluster, shown, screen, file)
     finally:
         with _working(screen, "stopping") as say:
             await cluster.stop()
@@ -152,8 +165,8 @@ async def _demo(plan: ClusterPlan, *, as_json: bool) -> int:
 
 async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") -> None:
     with LocalClient(cluster.socket(SOURCE)) as lender, LocalClient(cluster.socket(DESTINATION)) as taker:
-        ids = await asyncio.to_thread(_fitting_prompt, taker, 1)
-        warm = await asyncio.to_thread(_fitting_prompt, taker, 2)
+        ids = await asyncio.to_thread(fitting_prompt, taker, day=1)
+        warm = await asyncio.to_thread(fitting_prompt, taker, day=2)
         shown.prompt_tokens = len(ids)
         steps = _Steps(cluster, shown, screen, lender, taker)
         await steps.warm_up(warm)
@@ -181,6 +194,20 @@ async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") 
         screen.print(f"\n{story.summary}\n", markup=False)
     told = isinstance(story, Story) and story.complete and not story.contradictions
     shown.expect(told, "the facts on the bus explain every page of the transfer, up to the return of both leases")
+
+
+async def _audit(cluster: Cluster, shown: Shown, screen: Console, file: Path | None) -> None:
+    """Audit, and record where that is wanted, all that both instances have reported since they started."""
+    if cluster.bus is None:
+        raise BackendError("the cluster has not started")
+    runs = frozenset((name, one.member, one.epoch) for name, one in cluster.registered.items())
+    record, shown.audit = await audit_log(cluster.bus, Topics(cluster.plan.prefix), runs=runs)
+    if file is not None:
+        write_record(file, record)
+    clean = shown.audit.verdict is AuditVerdict.CLEAN
+    shown.expect(clean, f"the audit of all facts is clean (it is {shown.audit.verdict.value})")
+    for line in audit_lines(shown.audit):
+        screen.print(printable(line), markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,15 +295,6 @@ class _Steps:
         return await asyncio.to_thread(client.generate, ids=ids, max_tokens=ANSWER_TOKENS, store=False, reuse=reuse)
 
 
-def _fitting_prompt(client: LocalClient, day: int) -> tuple[int, ...]:
-    """Return the token ids of a log of about PROMPT_TOKENS tokens, whatever the tokenizer."""
-    lines = 10
-    ids = client.tokenize(text=log_prompt(lines, day=day))
-    per_line = max(1.0, (len(ids) - len(client.tokenize(text=log_prompt(0, day=day)))) / lines)
-    lines += max(0, round((PROMPT_TOKENS - len(ids)) / per_line))
-    return client.tokenize(text=log_prompt(lines, day=day))
-
-
 @dataclass(slots=True)
 class _Hold:
     """Lets facts through to the screen once the interesting part begins; what comes before is warm-up."""
@@ -360,6 +378,10 @@ def _table(shown: Shown) -> Table:
     table.add_row("same tokens", "", _mark(shown.tokens_identical))
     table.add_row("page changed: other answer", "", _mark(shown.poison_detected))
     table.add_row("evicted: right again", "", _mark(shown.recomputed == shown.cold and bool(shown.cold)))
+    if shown.audit is not None:
+        clean = shown.audit.verdict is AuditVerdict.CLEAN
+        verdict = "[green]clean[/]" if clean else f"[red]{shown.audit.verdict.value.upper()}[/]"
+        table.add_row("audit of all facts", "", f"{shown.audit.leases} leases, {verdict}")
     return table
 
 

@@ -4,6 +4,9 @@ Written by a small formula rather than shipped as text, so that the demo can fit
 tokens and the warm-up prompt shares no block with the measured one.
 """
 
+from kvbus.engines.client import LocalClient
+
+PROMPT_TOKENS = 1_000
 PLACES = ("north gate", "boiler house", "east pump", "weir", "tool shed", "lock chamber", "signal cabin", "quay")
 DEEDS = (
     "checked the gauge",
@@ -21,6 +24,15 @@ def log_prompt(lines: int, *, day: int) -> str:
     head = f"Duty log of the canal works, day {day}.\n"
     body = "".join(_line(day, number) for number in range(lines))
     return head + body + "Question: what should the next shift look at first, and why?\nAnswer:"
+
+
+def fitting_prompt(client: LocalClient, *, day: int) -> tuple[int, ...]:
+    """Return the token ids of a log of about PROMPT_TOKENS tokens, whatever the tokenizer."""
+    lines = 10
+    ids = client.tokenize(text=log_prompt(lines, day=day))
+    per_line = max(1.0, (len(ids) - len(client.tokenize(text=log_prompt(0, day=day)))) / lines)
+    lines += max(0, round((PROMPT_TOKENS - len(ids)) / per_line))
+    return client.tokenize(text=log_prompt(lines, day=day))
 
 
 def _line(day: int, number: int) -> str:

@@ -16,7 +16,8 @@ from kvbus.commands.common import broker_options, connect, json_option, print_do
 def init(nats_url: str, token: str, prefix: str, facts_mib: int, replicas: str, as_json: bool) -> None:
     """Create the streams and buckets on a broker, once, before the first worker.
 
-    Existing ones are compared with what kvbus needs; a difference is an error that names it. Nothing is deleted.
+    Existing ones are compared with what kvbus needs; a difference is an error that names it. Their sizes and replicas
+    are an operator's choice and stay as they are. Nothing is deleted.
     """
     limits = AssetLimits(facts_bytes_max=facts_mib << 20, replicas=int(replicas))
     asyncio.run(_init(nats_url, token, prefix, limits))

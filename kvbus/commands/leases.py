@@ -188,6 +188,22 @@ class LeaseBook:
         return LeaseChange(life, new, new_bounds, tuple(failures))
 
 
+def why_out(life: LeaseLife, *, later_run: bool, decided: bool) -> str:
+    """Say, of a lease that was not returned, why that is; `decided`: its transfer was settled or voided."""
+    bits = life.bits
+    if bits & Fact.RETURN_FAILED:
+        return "its return failed, so its lender stopped and retains it"
+    if later_run:
+        return f"{life.key.instance}/{life.key.member} has run anew since, with an empty pool"
+    if bits & Fact.LENDER_STOPPED:
+        return "its lender stopped and retains it"
+    if not bits & Fact.ACCESS_ENDED:
+        return "no evidence that access has ended is recorded"
+    if life.direction == "write" and not life.is_local and not bits & Fact.SETTLED and not decided:
+        return "it waits for the settle decision"
+    return "no return is recorded, although nothing stood in its way"
+
+
 def fact_lines(facts: FactsSeen) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield (ticket, rank, bits, lo, hi) of each line; the columns' lengths were checked when they were decoded."""
     columns = (

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -71,6 +72,7 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
     screen = console(as_json=as_json)
     async with Publisher(bus=bus, topics=topics) as publisher:
         budget_s = float(str(request["budget"]))
+        since_ns = time.time_ns()
         try:
             handle = await publisher.transfer(
                 source=str(request["source"]),
@@ -86,18 +88,23 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
             screen.print(
                 f"[yellow]no worker of {request['destination']} is registered: the request waits in its queue[/]"
             )
-        async with followed(bus, topics, handle, screen):
+        async with followed(bus, topics, handle, screen, destination=str(request["destination"]), since_ns=since_ns):
             verdict = await handle.verdict()
             outcome = await handle.outcome(budget_s + SLACK_S) if verdict.hopeful else None
     if as_json:
         print_document(_document(handle, verdict, outcome))
-    screen.print(closing_line(handle, verdict, outcome))
+    screen.print(closing_line(handle, verdict, outcome), soft_wrap=True)
     return 0 if outcome is not None and outcome.outcome in {"settled", "partial"} else EXIT_FAILED
 
 
 @contextlib.asynccontextmanager
-async def followed(bus: NatsBus, topics: Topics, handle: TransferHandle, screen: Console) -> AsyncIterator[None]:
+async def followed(
+    bus: NatsBus, topics: Topics, handle: TransferHandle, screen: Console, *, destination: str, since_ns: int
+) -> AsyncIterator[None]:
     """Show a progress bar that follows the transfer's steps for as long as the block runs."""
+    if not screen.is_terminal:
+        yield
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as progress:
         bar = progress.add_task("queued", total=len(STAGES))
@@ -106,7 +113,12 @@ async def followed(bus: NatsBus, topics: Topics, handle: TransferHandle, screen:
             async with contextlib.aclosing(Subscriber(bus, topics).facts(settle=False)) as events:
                 async for seen in events:
                     body = seen.event.body if isinstance(seen, Seen) else None
-                    if isinstance(body, TransferStep) and body.request_hash == handle.request_hash:
+                    ours = (
+                        isinstance(seen, Seen)
+                        and seen.event.header.i == destination
+                        and seen.event.header.t >= since_ns
+                    )
+                    if ours and isinstance(body, TransferStep) and body.request_hash == handle.request_hash:
                         reached = STAGES.index(body.step) + 1 if body.step in STAGES else None
                         progress.update(bar, completed=reached, description=f"{body.step} {body.text}"[:60])
 
@@ -121,12 +133,18 @@ async def followed(bus: NatsBus, topics: Topics, handle: TransferHandle, screen:
 def closing_line(handle: TransferHandle, verdict: Verdict, outcome: TransferOutcome | None) -> str:
     """Return how it ended, in one line for a person."""
     if outcome is None:
-        what = verdict.reason or "no outcome came in time; `kvbus story` may know more"
-        return f"{verdict.verdict}: {what} ({handle.request_hash})"
+        known = verdict.transfer or handle.request_hash[:12]
+        if verdict.verdict in {"refused", "skipped_busy"}:
+            return f"{verdict.verdict}: {verdict.reason}"
+        if verdict.verdict == "queued":
+            return (
+                f"queued: {verdict.reason}; the request stays in its queue for up to ten minutes · kvbus story {known}"
+            )
+        return f"{verdict.verdict}: no outcome came in time · kvbus story {known}"
     joined = " (joined an earlier request)" if verdict.verdict == "deduped" else ""
     why = f": {outcome.reason}" if outcome.reason else ""
     parts = [f"{outcome.outcome}{joined}{why}"]
-    if outcome.pages_moved:
+    if outcome.pages_moved and not outcome.failure:
         missing = outcome.pages_wanted - outcome.pages_held
         speed = f"{outcome.length_bytes / 1e6:.1f} MB in {outcome.move_s * 1e3:.0f} ms"
         parts.append(f"{outcome.pages_moved} of {missing} missing pages, {speed}")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbus.commands.leases import LeaseBook, LeaseKey, LeaseLife
+from kvbus.commands.leases import LEASES_MAX, LeaseBook, LeaseKey, LeaseLife, why_out
+from kvbus.commands.replaying import Replay
 from kvbus.commands.trails import Found, Index, LeaseRow, NotFound, hash_of, in_order, keys_of, transfer_of
 from kvbus.commands.wording import Line, Tone, counted, duration, lines_of, outcome_text, size
 from kvbus.events import (
@@ -24,7 +25,7 @@ from kvbus.events import (
     TransferStep,
     TransferVerdict,
 )
-from kvbus.ledger.facts import RESULT_BITS, Fact
+from kvbus.ledger.facts import Fact
 
 
 class Lane(StrEnum):
@@ -174,7 +175,7 @@ class _Teller:
             leases=leases,
             outcome=self._outcome,
             missing=tuple(self._missing(leases, source, destination)),
-            contradictions=tuple(_contradictions(lives)),
+            contradictions=tuple(self._contradictions(ours)),
             note=self._found.note,
         )
 
@@ -234,19 +235,20 @@ class _Teller:
     # -------------------------------------------------------------------------------------------------- what is not
 
     def _lease(self, life: LeaseLife) -> LeaseTold:
-        bits = life.bits
-        if bits & Fact.RETURNED:
+        if life.bits & Fact.RETURNED:
             return LeaseTold(life, returned=True)
-        if bits & Fact.RETURN_FAILED:
-            return LeaseTold(life, returned=False, out="its return failed, so its lender stopped and retains it")
-        if self._index.later_run(life.key):
-            member = f"{life.key.instance}/{life.key.member}"
-            return LeaseTold(life, returned=False, out=f"{member} has run anew since, with an empty pool", gone=True)
-        if not bits & Fact.ACCESS_ENDED:
-            return LeaseTold(life, returned=False, out="no evidence that access has ended is recorded")
-        if life.direction == "write" and not bits & Fact.SETTLED and not self._decided & {"settle", "void"}:
-            return LeaseTold(life, returned=False, out="it waits for the settle decision")
-        return LeaseTold(life, returned=False, out="no return is recorded, although nothing stood in its way")
+        later_run = self._index.later_run(life.key)
+        out = why_out(life, later_run=later_run, decided=not self._decided.isdisjoint({"settle", "void"}))
+        return LeaseTold(life, returned=False, out=out, gone=later_run and not life.bits & Fact.RETURN_FAILED)
+
+    def _contradictions(self, ours: Sequence[Event]) -> Iterator[str]:
+        """What the replay of `kvbus audit` finds in this trail, as far as nothing that is missing could explain it."""
+        replay = Replay(leases_max=LEASES_MAX)
+        for event in ours:
+            replay.take(event)
+        for offence in replay.offences():
+            if offence.proved and offence.lease in self._keys:
+                yield offence.text
 
     def _missing(self, leases: Sequence[LeaseTold], source: str, destination: str) -> list[str]:
         missing: list[str] = []
@@ -318,15 +320,3 @@ def _lease_of(found: Found) -> LeaseKey:
 
 def _writes_first(life: LeaseLife) -> tuple[bool, LeaseKey]:
     return life.direction == "read", life.key
-
-
-def _contradictions(lives: Iterable[LeaseLife]) -> Iterable[str]:
-    for life in lives:
-        if life.grants > 1:
-            yield f"{life.key} was granted {life.grants} times"
-        if life.returns > 1:
-            yield f"{life.key} was returned {life.returns} times"
-        if (life.bits & RESULT_BITS).bit_count() > 1:
-            yield f"{life.key} has two results"
-        if life.bits & Fact.RETURNED and not life.bits & Fact.ACCESS_ENDED:
-            yield f"{life.key} was returned although access to it is not known to have ended"

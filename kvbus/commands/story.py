@@ -1,31 +1,34 @@
 """`kvbus story`: one transfer's life, from recorded events alone."""
 
 import asyncio
+from pathlib import Path
 
 import click
 
 from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
 from kvbus.commands.logs import LogReader
+from kvbus.commands.recordings import EVENTS_MAX, read_record
 from kvbus.commands.rendering import candidate_line, not_found_document, print_story, printable, story_document
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.trails import NotFound
 from kvbus.events import Event
 from kvbus.topics import Topics
 
-EVENTS_MAX = 200_000
-"""The newest events of each log that are read, some 300 MB once decoded; a transfer leaves about twenty."""
-
 
 @click.command()
 @click.argument("wanted", metavar="ID")
+@click.option(
+    "--file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Tell it from a recording."
+)
 @json_option
 @broker_options
-def story(nats_url: str, token: str, prefix: str, wanted: str, *, as_json: bool) -> int:
+def story(nats_url: str, token: str, prefix: str, wanted: str, file: Path | None, *, as_json: bool) -> int:
     """Tell one transfer's life on both sides, from recorded events alone.
 
     ID is a transfer's id, a request's hash, the first characters of either (at least four), or a ticket such as T7@b.
     """
-    told = tell(asyncio.run(_events(nats_url, token, prefix)), wanted)
+    events = asyncio.run(_events(nats_url, token, prefix)) if file is None else _recorded(file)
+    told = tell(events, wanted)
     if as_json:
         print_document(story_document(told) if isinstance(told, Story) else not_found_document(told))
     elif isinstance(told, Story):
@@ -41,6 +44,13 @@ async def _events(nats_url: str, token: str, prefix: str) -> list[Event]:
         return [seen.event async for seen in LogReader(bus, Topics(prefix)).newest(EVENTS_MAX)]
     finally:
         await bus.close()
+
+
+def _recorded(file: Path) -> list[Event]:
+    record = read_record(file)
+    for fault in record.faults:
+        click.echo(f"kvbus: {file}: {fault}", err=True)
+    return list(record.events())
 
 
 def _explain(not_found: NotFound) -> None:

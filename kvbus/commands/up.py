@@ -74,7 +74,10 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
             ended.cancel()
             return 0
         cluster.keep_logs = True
-        screen.print(f"[red]instance {ended.result()} has ended; its log: {cluster.log(ended.result())}[/]")
+        name = ended.result()
+        status = cluster.workers[name].returncode or 0
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        screen.print(f"[red]instance {name} {how}, so everything stops; its log: {cluster.log(name)}[/]")
         return EXIT_FAILED
     finally:
         starting.cancel()
@@ -95,9 +98,10 @@ def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
     names = cluster.plan.instances
     for name, one in cluster.registered.items():
         size = one.record.pages * one.record.page_bytes / 1e6
-        say(
-            f"instance [bold]{name}[/]: {one.record.engine} {one.record.model}, {one.record.pages} pages, {size:.0f} MB"
+        engine = (
+            one.record.engine if one.record.model == one.record.engine else f"{one.record.engine} {one.record.model}"
         )
+        say(f"instance [bold]{name}[/]: {engine}, {one.record.pages} pages, {size:.0f} MB")
     say(f"broker: {cluster.url}")
     if len(names) > 1:
         say("in other shells:")

@@ -3,17 +3,20 @@
 import asyncio
 import signal
 import time
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 
 from kvbus.commands.common import broker_options, connect, console, print_document
 from kvbus.commands.leases import LeaseBook
 from kvbus.commands.logs import LogReader
+from kvbus.commands.recordings import LogTap, RecordingWriter
 from kvbus.commands.rendering import LinePrinter, event_document
 from kvbus.commands.wording import lines_of
-from kvbus.errors import BusError
+from kvbus.errors import BusError, ConfigError
 from kvbus.subscriber import Lagged, Seen, Subscriber
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
@@ -24,6 +27,10 @@ LEAD_IN_S = 60.0
 """Read before that, without being shown: a transfer lasts 30 s unless told otherwise, so its leases are known then."""
 RETRY_S = 1.0
 """Between tries to subscribe: the bus itself reconnects within a second or two."""
+RECORD_S = 1.0
+"""Between two looks at the logs for the recording; they hold an hour."""
+RECORD_END_S = 5.0
+"""For the last look; a broker that is away then costs only what came since the look before."""
 
 
 @click.command()
@@ -33,33 +40,88 @@ RETRY_S = 1.0
 @click.option("--once", is_flag=True, help="Print the history and exit.")
 @click.option("--all", "show_all", is_flag=True, help="Show the engines' own leases too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line, one for each event.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write all that the logs hold, and what comes, to FILE.",
+)
 @broker_options
-def watch(nats_url: str, token: str, prefix: str, since_s: float, *, once: bool, show_all: bool, as_json: bool) -> int:
+def watch(
+    nats_url: str,
+    token: str,
+    prefix: str,
+    since_s: float,
+    record: Path | None,
+    *,
+    once: bool,
+    show_all: bool,
+    as_json: bool,
+) -> int:
     """Show what the instances report: transfers, leases, facts and settle decisions, as they happen.
 
     History comes first. Leases of the engines' own, which belong to no transfer, are left out unless --all is given.
+    A recording, for `kvbus audit` and `kvbus story`, holds everything from the logs' beginning on, whatever is shown.
     """
     if since_s < 0:
         raise click.BadParameter(f"expected a number of seconds from 0 on, got {since_s:g}", param_hint="--since")
-    return asyncio.run(_until_interrupted(nats_url, token, prefix, since_s, once=once, all_=show_all, as_json=as_json))
+    since_ns = time.time_ns() - int(since_s * 1e9)
+    screen = Screen(LinePrinter(console(as_json=as_json)), as_json=as_json, show_all=show_all)
+    return asyncio.run(_until_interrupted(nats_url, token, prefix, screen, since_ns=since_ns, once=once, file=record))
 
 
 async def _until_interrupted(
-    nats_url: str, token: str, prefix: str, since_s: float, *, once: bool, all_: bool, as_json: bool
+    nats_url: str, token: str, prefix: str, screen: "Screen", *, since_ns: int, once: bool, file: Path | None
 ) -> int:
     loop, ours = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: ours.cancel() if ours else None)
     with suppress(asyncio.CancelledError):
         bus = await connect(nats_url, token, prefix, name="kvbus-watch")
-        screen = Screen(LinePrinter(console(as_json=as_json)), as_json=as_json, show_all=all_)
         try:
-            await follow(bus, Topics(prefix), screen, since_ns=time.time_ns() - int(since_s * 1e9), once=once)
+            async with recording(bus, Topics(prefix), file):
+                await follow(bus, Topics(prefix), screen, since_ns=since_ns, once=once)
         finally:
             screen.say_skipped()
             with suppress(asyncio.CancelledError):  # a second Ctrl-C ends the farewell, too
                 await bus.close()
     return 0
+
+
+@asynccontextmanager
+async def recording(bus: Bus, topics: Topics, file: Path | None) -> AsyncIterator[None]:
+    """Record both logs to a file for as long as the block runs, and once more at its end; ConfigError if that fails."""
+    if file is None:
+        yield
+        return
+    with closing(RecordingWriter.create(file)) as writer:
+        writer.begin()
+        tap = LogTap(bus, topics)
+        task = asyncio.get_running_loop().create_task(_record(tap, writer))
+        try:
+            yield
+        finally:
+            task.cancel()
+            (ended,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(ended, ConfigError):
+                raise ended
+            with suppress(BusError, TimeoutError):
+                async with asyncio.timeout(RECORD_END_S):
+                    await _look(tap, writer)
+            writer.end(time.time_ns())
+
+
+async def _record(tap: LogTap, writer: RecordingWriter) -> None:
+    while True:
+        with suppress(BusError):  # the logs still hold it when the broker is back
+            await _look(tap, writer)
+        await asyncio.sleep(RECORD_S)
+
+
+async def _look(tap: LogTap, writer: RecordingWriter) -> None:
+    async for stored in tap.more():
+        writer.add(stored)
+    writer.flush()
 
 
 @dataclass(slots=True)

@@ -277,7 +277,7 @@ async def test_a_second_return_is_a_contradiction(whole: list[Event]) -> None:
     twice = returned.model_copy(update={"header": returned.header.model_copy(update={"s": 5_000})})
     story = told([*whole, twice])
 
-    assert story.contradictions == ("T1@b was returned 2 times",)
+    assert story.contradictions == ("T1@b is returned a second time by event b.m0.7.5000",)
     assert "returned 2 times" in story.summary
 
 
