@@ -141,7 +141,7 @@ class EmbeddedBroker:
             os.close(descriptor)
             pid = self._pid_path.read_text().strip() if self._pid_path.exists() else "unknown"
             raise ConfigError(
-                "another broker runs over this folder: use it, stop it, or choose another folder",
+                "another broker runs over this folder (is `kvbus up` running?): use it, or set another KVBUS_STATE",
                 folder=str(self.folder),
                 pid=pid,
             ) from error

@@ -46,6 +46,7 @@ _ATTEMPT_S = 2
 _PING_S, _PINGS_MISSED = 3, 2  # a half-open connection is found within ten seconds; the client's own is six minutes
 _PENDING_MAX_BYTES = 8 << 20  # eight of the largest messages; the client's own 2 MiB hold two
 _DRAIN_S = 5
+_CLOSED_GRACE_S = 0.5  # a closed client fails its calls at once
 _ANSWERS_MAX = 64  # in progress at once: as many as a destination runs transfers; more requests wait their turn
 _QUEUED_MAX, _QUEUED_MAX_BYTES = 8_192, 64 << 20  # beyond it a slow handler's messages drop, counted
 _PULL_ENDED = frozenset({"404", "408"})  # nothing there; the wait is over
@@ -215,7 +216,7 @@ class NatsBus:
         try:
             return (await self._request(subject, data, headers, wait_s)).data
         except nats.errors.NoRespondersError as error:
-            raise BusError("no stream answers for this; was ensure_assets run?", subject=subject) from error
+            raise BusError("this broker has no stream for this: run `kvbus init` once", subject=subject) from error
 
     async def tell(self, subject: str, data: bytes) -> None:
         """Send without an answer. Measures nothing."""
@@ -299,6 +300,7 @@ class NatsBus:
             while inbox.pending_msgs:
                 await inbox.next_msg()  # there, so at once; a drain would wait for what nobody fetches any more
         await self._link.close()
+        await guards.end_given_up(_CLOSED_GRACE_S)
 
     async def _add_route(self, route: _Route) -> Subscription:
         self._routes.append(route)  # first: a client that is replaced meanwhile takes the route along

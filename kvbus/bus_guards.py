@@ -155,6 +155,16 @@ async def within(awaitable: Awaitable[T], budget_s: float) -> T:
     return task.result()
 
 
+async def end_given_up(grace_s: float) -> None:
+    """Once the client is closed, wait for the calls that were given up, then cancel them: nothing answers any more."""
+    ours = {task for task in _GIVEN_UP if task.get_loop() is asyncio.get_running_loop()}
+    if ours:
+        _, left = await asyncio.wait(ours, timeout=grace_s)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
 async def within_unless(awaitable: Awaitable[T], hopeless: asyncio.Event, budget_s: float) -> T:
     """Await with a hard bound; TimeoutError past it, or as soon as the event says that waiting is in vain."""
     attempt = asyncio.ensure_future(within(awaitable, budget_s))

@@ -8,6 +8,7 @@ would accept a publish to `kv..b` or `kv.*` without a word; the builders here ca
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from kvbus.errors import PeerError
 
@@ -59,6 +60,7 @@ class Subject:
     last: str = ""
 
 
+@lru_cache(maxsize=4_096)  # the names of a large cluster; each event that is encoded or decoded asks for some
 def escape(name: str) -> str:
     """Return a name as one subject token; ValueError where it is empty or longer than 64 bytes once escaped."""
     if not name:

@@ -22,6 +22,7 @@ from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
+from kvbus.ledger.holder import STOPPING
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.assembly import Base, Parts, assemble
@@ -29,7 +30,7 @@ from kvbus.roles.desk import PoolDesk
 from kvbus.roles.local import LocalBackend
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
-from kvbus.roles.registry import next_epoch
+from kvbus.roles.registry import next_epoch, require_alone
 from kvbus.roles.rounds import Rounds
 from kvbus.topics import Topics
 from kvbus.transport import Bus
@@ -92,7 +93,8 @@ class TroubleLog:
     def on_detail(self, detail: FactDetail) -> None:
         """Log what concerns no single lease, and contradictions."""
         if detail.ticket == 0 or detail.failure is FailureClass.CONTRADICTION:
-            log.warning("%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer)
+            level = logging.INFO if detail.text.endswith(STOPPING) else logging.WARNING
+            log.log(level, "%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer)
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class Worker:
             topics = Topics(self.settings.prefix)
             if self.settings.make_assets:
                 await self.bus.ensure_assets()
+            await require_alone(self.bus, self.settings.instance, self.settings.member)
             epoch = await next_epoch(self.bus, self.settings.instance, self.settings.member)
             base = self._make_base(topics, epoch)
             self._watch_parent(base)
@@ -136,10 +139,16 @@ class Worker:
                 tasks["presence"] = self._spawn(parts.presence.run(), "presence")
                 tasks["intake"] = self._spawn(parts.intake.consume(), "intake")
                 tasks["rounds"] = self._spawn(self._rounds(parts), "rounds")
-                self.on_ready(f"{self.settings.instance}/{self.settings.member} is ready: {parts.pool.memory!r}")
+                self.on_ready(self._ready_text(parts))
                 await self._until_stopped(tasks)
             finally:
                 await self._close(base, tasks)
+
+    def _ready_text(self, parts: Parts) -> str:
+        pool, settings = parts.pool, self.settings
+        sources = ", ".join(settings.limits.source_allow) or "nobody (no --allow: every source is refused)"
+        pages = f"{pool.memory.page_count} pages of {pool.layout.page_bytes / 1e3:.1f} kB"
+        return f"{settings.instance}/{settings.member} is ready: {settings.engine}, {pages}, takes KV from {sources}"
 
     # -------------------------------------------------------------------------------------------------------- start
 

@@ -7,6 +7,7 @@ contains the fingerprint: another layout, model, dtype or rank slice misses, and
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from math import prod
 from typing import Final
 
@@ -93,12 +94,7 @@ class PageLayout:
 
     def fingerprint(self) -> str:
         """Return 32 hex characters over everything whose mismatch could give wrong bytes."""
-        digest = hashlib.blake2b(digest_size=16, person=b"kvbus-layout")
-        for key, value in (("version", _LAYOUT_VERSION), ("order", "little"), *asdict(self).items()):
-            piece = f"{key}={value}".encode()
-            digest.update(len(piece).to_bytes(4, "little"))
-            digest.update(piece)
-        return digest.hexdigest()
+        return _fingerprint(self)
 
     def namespace(self, salt: str, lora: str = "") -> bytes:
         """Return the namespace under which this layout's pages are named, for one cache salt and one LoRA."""
@@ -146,6 +142,16 @@ class PageLayout:
                 f"a page of shape {self.shape} in {self.dtype} takes {self.page_bytes} bytes, expected at most "
                 f"{PAGE_MAX_BYTES}: lower block_tokens"
             )
+
+
+@lru_cache(maxsize=256)  # asked for with every question and grant; one process has a layout per rank
+def _fingerprint(layout: PageLayout) -> str:
+    digest = hashlib.blake2b(digest_size=16, person=b"kvbus-layout")
+    for key, value in (("version", _LAYOUT_VERSION), ("order", "little"), *asdict(layout).items()):
+        piece = f"{key}={value}".encode()
+        digest.update(len(piece).to_bytes(4, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _is_digest(value: object) -> bool:

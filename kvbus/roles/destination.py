@@ -225,7 +225,10 @@ class Destination:
         """Return why a prompt cannot be taken: too long for the engine or the pool, or an id that no token has."""
         pool, name, tokens = self._side.pool, self._side.instance, len(token_ids)
         if tokens > pool.tokens_max:
-            return f"the prompt has {tokens} tokens, {name} keeps room for {pool.tokens_max}"
+            return (
+                f"the prompt has {tokens} tokens, {name} keeps room for {pool.tokens_max}: shorten it, or start {name} "
+                "with a larger --prompt-tokens-max"
+            )
         blocks = tokens // pool.layout.block_tokens
         if blocks > pool.lent_cap_pages:
             return f"the prompt needs {blocks} pages, {name} takes at most {pool.lent_cap_pages} for peers"

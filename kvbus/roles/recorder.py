@@ -77,6 +77,11 @@ class Recorder:
         self.retries = 0
 
     @property
+    def epoch(self) -> int:
+        """The epoch under which this member speaks."""
+        return self._epoch
+
+    @property
     def is_busy(self) -> bool:
         """True while so much waits for the broker that nothing new should start."""
         return self._queued_bytes > OUTBOX_BUSY_BYTES

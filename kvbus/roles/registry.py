@@ -9,16 +9,20 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbus.errors import BusError, PeerError
+from kvbus.errors import BusError, ConfigError, PeerError
 from kvbus.events import HeartbeatSeen, InstanceRecord, decode, encode
 from kvbus.names import epoch_counter, epoch_from
+from kvbus.parts import ProcessIdentity
+from kvbus.processes import same_host, start_ticks
 from kvbus.roles.recorder import Recorder
 from kvbus.topics import Topics, escape, unescape
-from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus
+from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Entry
 
 REFRESH_S = 3.0
 """The registry forgets a record after 10 s: three refreshes, so that one lost one is no news."""
 HEARTBEAT_S = 1.0
+ALONE_CHECKS = 4
+"""Looks at a record of another host, one refresh apart: longer than it lives without one."""
 EPOCH_TRIES_MAX = 16
 """Starts of one member that race for the next epoch; each try loses only to another start."""
 
@@ -40,19 +44,66 @@ def registry_key(instance: str, member: str) -> str:
     return escape(f"{instance}/{member}")
 
 
-async def next_epoch(bus: Bus, instance: str, member: str) -> int:
+async def next_epoch(bus: Bus, instance: str, member: str, *, nonce: Callable[[int], int] = secrets.randbits) -> int:
     """Take the next epoch by compare-and-set: counter + 1 with a fresh nonce (P16); BusError if others keep winning."""
     key = registry_key(instance, member)
     for _ in range(EPOCH_TRIES_MAX):
         entry = await bus.get(BUCKET_EPOCH, key)
         counter = epoch_counter(_stored_epoch(entry.value)) if entry else 0
-        epoch = epoch_from(counter + 1, secrets.randbits(32))
+        epoch = epoch_from(counter + 1, nonce(32))
         revision = entry.revision if entry else 0
         if await bus.compare_and_set(BUCKET_EPOCH, key, str(epoch).encode(), revision=revision):
             return epoch
     raise BusError(
         f"no epoch for {instance}.{member}: {EPOCH_TRIES_MAX} other starts of it won the race; start only one"
     )
+
+
+async def require_alone(bus: Bus, instance: str, member: str) -> None:
+    """Raise ConfigError where a worker of this member lives already: two of one name would answer for each other.
+
+    On this host its process tells. Elsewhere its record does: it is gone within its time to live, or is refreshed.
+    """
+    found = await _own_record(bus, instance, member)
+    if found is None:
+        return
+    revision, process = found[0].revision, found[1].body_process
+    if same_host(process):
+        if start_ticks(process.pid) == process.start_ticks:
+            raise ConfigError(_not_alone(instance, member, f"process {process.pid} of this host"))
+        return
+    for _ in range(ALONE_CHECKS):
+        await asyncio.sleep(REFRESH_S)
+        found = await _own_record(bus, instance, member)
+        if found is None:
+            return
+        if found[0].revision != revision:
+            raise ConfigError(_not_alone(instance, member, f"process {process.pid} of another host"))
+
+
+def _not_alone(instance: str, member: str, who: str) -> str:
+    return (
+        f"a worker of {instance}/{member} is running already ({who}): stop it, or give another --instance or --member"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A member's record as the registry holds it."""
+
+    epoch: int
+    body_process: ProcessIdentity
+
+
+async def _own_record(bus: Bus, instance: str, member: str) -> tuple[Entry, _Own] | None:
+    entry = await bus.get(BUCKET_INSTANCES, registry_key(instance, member))
+    if entry is None:
+        return None
+    try:
+        event = decode(entry.value)
+    except PeerError:
+        return None
+    return (entry, _Own(event.header.e, event.body.process)) if isinstance(event.body, InstanceRecord) else None
 
 
 def _stored_epoch(value: bytes) -> int:
@@ -110,6 +161,8 @@ class Presence:
         self._recorder = recorder
         self._subject = topics.heartbeat(instance)
         self._key = registry_key(instance, member)
+        self._instance = instance
+        self._member = member
         self._record = record
         self._load = load
 
@@ -117,6 +170,13 @@ class Presence:
         """Write the record once; BusError where the broker does not take it."""
         header = self._recorder.header(InstanceRecord.KIND)
         await self._bus.put(BUCKET_INSTANCES, self._key, encode(header, self._record))
+
+    async def require_own_name(self) -> None:
+        """Raise ConfigError where a later start of this member has registered: it answers from now on, not we."""
+        found = await _own_record(self._bus, self._instance, self._member)
+        if found is not None and epoch_counter(found[1].epoch) > epoch_counter(self._recorder.epoch):
+            who = f"process {found[1].body_process.pid}"
+            raise ConfigError(f"another worker of {self._instance}/{self._member} was started ({who}): this one stops")
 
     async def run(self) -> None:
         """Refresh and beat until cancelled; a broker that is away costs beats, nothing else."""
@@ -127,6 +187,7 @@ class Presence:
                 load = self._load()
                 await self._bus.publish(self._subject, encode(self._recorder.header(load.KIND), load))
                 if loop.time() >= refresh_at:
+                    await self.require_own_name()
                     await self.register()
                     refresh_at = loop.time() + REFRESH_S
             except BusError as error:

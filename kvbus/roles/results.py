@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Joined:
-    requesters: set[str] = field(default_factory=set)
+    requesters: dict[str, None] = field(default_factory=dict)  # in order of asking: told in one order in every run
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -55,7 +55,7 @@ class Results:
         joined = self._joined.get(transfer)
         if joined is not None:
             if len(joined.requesters) < LISTENERS_MAX:
-                joined.requesters.add(request.requester)
+                joined.requesters[request.requester] = None
         elif outcome := self._outcomes.get(transfer):
             self._spawn(self._tell(request.requester, outcome, request.request_id))
 

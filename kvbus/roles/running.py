@@ -53,6 +53,7 @@ class ReaderSide:
     recorder: Recorder
     lend_wait_s: float
     clock: Callable[[], float]
+    nonce: Callable[[int], bytes] = secrets.token_bytes
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ class Running:
         self.on_leased(self)  # from here on the facts of this lease find their way here
         parties = tuple(Party(side.member, side.epoch, rank, number) for number, rank in self.tickets.items())
         side.rounds.decide(lambda agreement: agreement.open(self._id, parties))
-        self.nonce = secrets.token_bytes(16)
+        self.nonce = side.nonce(16)
         actions = self.transfer.leased(now, self.tickets)
         side.rounds.run()  # a refusal by the pool or the binding is known after this
         self._step("leased", f"T{ticket}: {len(names)} pages")
@@ -188,6 +189,7 @@ class Running:
             budget_s=max(0.001, self.transfer.remaining_s(side.clock())),
             wait_s=side.lend_wait_s,
             process=side.process,
+            source_epoch=self._source().epoch,
             transports=side.transports,
         )
         self._step("asking", f"{request.source} for {len(self.missing)} blocks, on_miss {request.on_miss}")

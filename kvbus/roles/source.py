@@ -178,6 +178,9 @@ class Source:
         """Return why this question leads to nothing, before anything is touched."""
         if self._draining:
             return _refused(FailureClass.SHUTDOWN, f"{self._name.instance} is leaving and lends no more")
+        if asked.source_epoch not in {None, self._name.epoch}:
+            # Its reader takes no grant of ours, and stops telling us of its end once the run it asked is gone (P18).
+            return _refused(FailureClass.PEER_LOST, f"{self._name.instance} has started again since you looked")
         mine = self._pool.layout.fingerprint()
         if asked.fingerprint != mine:
             text = f"layout fingerprints differ: {self._name.instance} has {mine}, you have {asked.fingerprint}"
@@ -219,7 +222,10 @@ class Source:
         elif asked.on_miss == "prefill":
             self._start_prefill(asked, entry, len(names) - held)
         else:
-            text = f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {asked.on_miss!r}"
+            text = (
+                f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {asked.on_miss!r}: "
+                "on_miss 'prefill' lets it compute them"
+            )
             entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
 
     def _lend_now(self, asked: LendRequested, entry: LendEntry) -> None:

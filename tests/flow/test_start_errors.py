@@ -138,6 +138,13 @@ def test_a_second_worker_of_the_same_name(place: Town, state: Path) -> None:
     told(ran, "a worker of a/m0 is running already", str(place.workers["a"].pid), "--member")
 
 
+def test_a_second_worker_of_the_same_name_with_a_run_folder_of_its_own(place: Town, state: Path) -> None:
+    # Two of one name on one broker would answer for each other: each with its own key, epoch and pool.
+    ran = worker(place, state, "--run-dir", str(state / "own"), instance="a")
+
+    told(ran, "a worker of a/m0 is running already", str(place.workers["a"].pid), "--member")
+
+
 def test_a_pool_that_is_too_small_for_its_longest_prompt(place: Town, state: Path) -> None:
     ran = worker(place, state, "--pages", "64")
 
