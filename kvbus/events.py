@@ -266,6 +266,8 @@ class LendRequested(Body):
     budget_s: Annotated[float, Field(gt=0, le=3_600, allow_inf_nan=False)]
     wait_s: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
     process: ProcessIdentity
+    source_epoch: Epoch | None = None
+    """The run of the source that is asked. Another run refuses: whoever asked will not repeat its release to it."""
     transports: tuple[str, ...] = Field(strict=False)
 
 

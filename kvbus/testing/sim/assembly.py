@@ -1,0 +1,304 @@
+"""Builds a simulated member as `kvbus.roles.assembly` builds a worker: the real parts, between simulated edges."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbus.dataplane.lending import LendingBackend
+from kvbus.engines.desk import Hello
+from kvbus.events import HeartbeatSeen, InstanceRecord
+from kvbus.grants import LenderKey, MemoryAccess
+from kvbus.ledger.admission import AdmissionGate
+from kvbus.ledger.agreement import Agreement
+from kvbus.ledger.binding import Binding
+from kvbus.ledger.holder import LeaseHolder
+from kvbus.ledger.lending import LendBook
+from kvbus.ledger.types import Containment, Direction
+from kvbus.pool.allocator import PageAllocator
+from kvbus.pool.index import ReuseIndex
+from kvbus.pool.layout import PageLayout
+from kvbus.pool.memory import PoolMemory
+from kvbus.roles.asking import Asker
+from kvbus.roles.desk import PoolDesk
+from kvbus.roles.destination import Destination
+from kvbus.roles.intake import Intake
+from kvbus.roles.local import LocalBackend
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.prefills import Prefiller
+from kvbus.roles.recorder import Recorder
+from kvbus.roles.registry import Presence
+from kvbus.roles.results import Results
+from kvbus.roles.rounds import Rounds
+from kvbus.roles.running import ReaderSide
+from kvbus.roles.source import LenderName, PoolAccess, Source
+from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.engine import SimEngine
+from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.model import Model
+from kvbus.testing.sim.plane import SimReader
+from kvbus.testing.sim.prompts import TOKEN_MAX
+from kvbus.testing.sim.settings import SimSettings
+from kvbus.testing.sim.truth import SimProcess, SimWatch, Truth, WatchedLender
+from kvbus.topics import Topics
+
+MEMBER = "m0"
+DEDUP_TTL_S = 1.0
+"""Short, so that one document is asked for again and again within a run."""
+DEDUP_ENTRIES_MAX = 1_000
+LEND_WAIT_S = 1.0
+RELEASE_RETRY_S = 0.5
+READERS_MAX = 4_096
+PAGE_BYTES = 32
+IDLE = HeartbeatSeen(
+    transfers_running=0, leases_held=0, pages_free=0, pages_cached=0, pages_lent=0, facts_sequence=0, settle_n=0
+)
+
+
+@dataclass(slots=True)
+class Parts:
+    """A member's parts once it has an epoch."""
+
+    epoch: int
+    pool: PoolSide
+    rounds: Rounds
+    model: Model
+    lending: LendingBackend
+    reader: SimReader
+    source: Source
+    asker: Asker
+    gate: AdmissionGate
+    destination: Destination
+    intake: Intake
+    presence: Presence
+    recorder: Recorder
+    engine: SimEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member lives: its process, its connection, its clocks, its randomness."""
+
+    settings: SimSettings
+    truth: Truth
+    process: SimProcess
+    actor: Actor
+    device: Actor
+    bus: SimBus
+    topics: Topics
+    instance: str
+    others: tuple[str, ...]
+    seed: str
+    ring: Callable[[], None]
+    wall_s: Callable[[], float]
+    nonce: Callable[[int], bytes]
+
+
+class Builder:
+    """Builds all parts of one member for one epoch, once."""
+
+    def __init__(self, place: Place, epoch: int) -> None:
+        self._place = place
+        self._epoch = epoch
+        self._clock = place.truth.loop.time
+        self._reads = LocalBackend(name="engine-read")
+        self._writes = LocalBackend(name="engine-write")
+        self._lending = LendingBackend(wake=place.ring)
+        self._key = LenderKey.generate()
+
+    def build(self) -> Parts:
+        """Return the parts, connected; nothing of them runs yet."""
+        place, truth = self._place, self._place.truth
+        pool = self._pool()
+        recorder = self._recorder()
+        reader = SimReader(
+            truth,
+            place.process,
+            place.device,
+            pool.memory,
+            seed=place.seed,
+            rates=place.settings.weather,
+            wake=place.ring,
+        )
+        model = Model(truth, place.process, recorder, pool=pool)
+        rounds = model.rounds = self._rounds(pool, reader, model)
+        place.process.holds = lambda ticket: bool(rounds.holder.bits(ticket))
+        desk = self._desk(pool, rounds)
+        engine = SimEngine(truth, place.actor, place.process, pool, desk, seed=place.seed)
+        source = self._source(pool, rounds, recorder, Prefiller(port=engine, desk=desk))
+        asker, gate = self._asker(recorder), self._gate()
+        destination = Destination(
+            side=self._side(pool, rounds, asker, recorder),
+            gate=gate,
+            results=Results(bus=place.bus, topics=place.topics, recorder=recorder),
+            bus=place.bus,
+            tokenizer=engine,
+            wall_s=place.wall_s,
+        )
+        rounds.follow(destination)
+        intake = self._intake(destination, source, recorder)
+        return Parts(
+            epoch=self._epoch,
+            pool=pool,
+            rounds=rounds,
+            model=model,
+            lending=self._lending,
+            reader=reader,
+            source=source,
+            asker=asker,
+            gate=gate,
+            destination=destination,
+            intake=intake,
+            presence=self._presence(pool, recorder),
+            recorder=recorder,
+            engine=engine,
+        )
+
+    def _pool(self) -> PoolSide:
+        place, settings = self._place, self._place.settings
+        head_dim = PAGE_BYTES // (4 * settings.block_tokens)
+        layout = PageLayout("toy", 1, 1, settings.block_tokens, head_dim, "uint32", 0, 1, "ab")
+        memory = place.process.memory = PoolMemory.create(layout, settings.pages, self._epoch)
+        allocator = PageAllocator(settings.pages)
+        cap = settings.pages - settings.blocks_max
+        lender = WatchedLender(memory, allocator, ReuseIndex(), name="pool0", rank=0, lent_cap_pages=cap)
+        lender.truth, lender.process = place.truth, place.process
+        tokens_max = settings.block_tokens * (settings.blocks_max + 1) - 1
+        return PoolSide(layout, memory, allocator, lender, tokens_max, TOKEN_MAX, cap)
+
+    def _recorder(self) -> Recorder:
+        place = self._place
+        return Recorder(
+            bus=place.bus,
+            topics=place.topics,
+            instance=place.instance,
+            member=MEMBER,
+            epoch=self._epoch,
+            unix_ns=lambda: int(place.wall_s() * 1e9),
+        )
+
+    def _rounds(self, pool: PoolSide, reader: SimReader, model: Model) -> Rounds:
+        holder = LeaseHolder(
+            bindings=[
+                Binding("engine-read", self._reads, Direction.READ, Containment.STOP_BINDING),
+                Binding("engine-write", self._writes, Direction.WRITE, Containment.STOP_BINDING),
+                Binding("lending", self._lending, Direction.READ),
+                Binding("memory", reader, Direction.WRITE),
+            ],
+            lenders=[pool.lender],
+        )
+        agreement = Agreement(term=self._epoch)
+        return Rounds(holder=holder, agreement=agreement, sink=model, member=MEMBER, epoch=self._epoch)
+
+    def _desk(self, pool: PoolSide, rounds: Rounds) -> PoolDesk:
+        desk = PoolDesk(
+            attach=lambda _layout, _hello: pool,
+            rounds=lambda: rounds,
+            reads=self._reads,
+            writes=self._writes,
+            clock=self._clock,
+            counters=dict,
+        )
+        desk.welcome(
+            Hello(
+                engine="simulated",
+                version="0",
+                model="simulated",
+                model_digest="ab",
+                layout=dict(pool.layout.to_plain()),
+                vocab_size=pool.vocab_size,
+                tokens_max=pool.tokens_max,
+                process=self._place.process.identity,
+            )
+        )
+        return desk
+
+    def _source(self, pool: PoolSide, rounds: Rounds, recorder: Recorder, prefiller: Prefiller) -> Source:
+        place = self._place
+        return Source(
+            name=LenderName(place.instance, MEMBER, self._epoch),
+            pool=pool,
+            access=PoolAccess(ucx=None, memory=MemoryAccess(process=place.process.identity, fd=pool.memory.fd)),
+            rounds=rounds,
+            lending=self._lending,
+            key=self._key,
+            book=LendBook(entries_max=READERS_MAX),
+            prefiller=prefiller,
+            recorder=recorder,
+            watch=SimWatch(place.truth, place.actor),
+            clock=self._clock,
+        )
+
+    def _asker(self, recorder: Recorder) -> Asker:
+        place = self._place
+        return Asker(
+            bus=place.bus,
+            topics=place.topics,
+            recorder=recorder,
+            pause_s=RELEASE_RETRY_S,
+            clock=self._clock,
+            has_died=place.truth.has_died,
+        )
+
+    def _gate(self) -> AdmissionGate:
+        place = self._place
+        return AdmissionGate(
+            instance=place.instance,
+            source_allow=place.others,
+            inflight_max=place.settings.inflight_max,
+            dedup_ttl_s=DEDUP_TTL_S,
+            entries_max=DEDUP_ENTRIES_MAX,
+        )
+
+    def _side(self, pool: PoolSide, rounds: Rounds, asker: Asker, recorder: Recorder) -> ReaderSide:
+        place = self._place
+        return ReaderSide(
+            instance=place.instance,
+            member=MEMBER,
+            epoch=self._epoch,
+            process=place.process.identity,
+            binding="memory",
+            transports=("memory",),
+            pool=pool,
+            rounds=rounds,
+            asker=asker,
+            recorder=recorder,
+            lend_wait_s=LEND_WAIT_S,
+            clock=self._clock,
+            nonce=place.nonce,
+        )
+
+    def _intake(self, destination: Destination, source: Source, recorder: Recorder) -> Intake:
+        place = self._place
+        return Intake(
+            bus=place.bus,
+            topics=place.topics,
+            instance=place.instance,
+            destination=destination,
+            source=source,
+            recorder=recorder,
+            counters=dict,
+        )
+
+    def _presence(self, pool: PoolSide, recorder: Recorder) -> Presence:
+        place = self._place
+        record = InstanceRecord(
+            verify_key=self._key.verify_key,
+            fingerprint=pool.layout.fingerprint(),
+            model="simulated",
+            engine="simulated",
+            block_tokens=pool.layout.block_tokens,
+            ranks=1,
+            page_bytes=pool.layout.page_bytes,
+            pages=pool.memory.page_count,
+            process=place.process.identity,
+            transports=("memory",),
+            version="0",
+        )
+        return Presence(
+            bus=place.bus,
+            topics=place.topics,
+            recorder=recorder,
+            instance=place.instance,
+            member=MEMBER,
+            record=record,
+            load=lambda: IDLE,
+        )

@@ -1,0 +1,265 @@
+"""The simulated broker: what it stores, whom it knows, and what becomes of each message on its way."""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvbus.bus_assets import INSTANCE_TTL_S, WorkLimits
+from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.settings import Rates
+from kvbus.testing.sim.trail import Trail
+from kvbus.topics import Topics
+from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Delivery, Entry, NotStored, Stored
+
+if TYPE_CHECKING:
+    import asyncio
+
+IDS_MAX = 20_000
+"""Message ids that the broker remembers: at 1,000 events a second some 20 s, several times what a repeat takes."""
+QUEUE_MAX = 10_000
+HOP_S = 0.0005
+LATE_MAX_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One request in the work queue."""
+
+    sequence: int
+    subject: str
+    data: bytes
+    attempts: int = 0
+    offered_again_at: float = 0.0
+
+
+class Listener(Protocol):
+    """Whoever hears a subject."""
+
+    subject: str
+    answers: bool
+
+    @property
+    def connected(self) -> bool:
+        """Whether its connection stands."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended, which the broker sees at once."""
+
+    def hear(self, delivery: Delivery, answer: "Callable[[bytes], None] | None") -> None:
+        """Take one message."""
+
+
+@dataclass(slots=True)
+class _Log:
+    head: int = 0
+    ids: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    last: dict[str, int] = field(default_factory=dict)
+
+
+class SimBroker:
+    """One broker. `life` changes with each restart: what was under way then is lost."""
+
+    def __init__(self, loop: SimLoop, seed: str, rates: Rates, trail: Trail) -> None:
+        self.loop = loop
+        self.actor = Actor("broker")
+        self.topics = Topics()
+        self.random = random.Random(f"{seed}:bus")
+        self.rates = rates
+        self.trail = trail
+        self.up = True
+        self.life = 1
+        self.sent = self.lost = self.doubled = 0
+        self.work = WorkLimits()
+        self._listeners: dict[str, list[Listener]] = {}
+        self._log = _Log()
+        self._queue: dict[str, OrderedDict[int, Waiting]] = {}
+        self._pending: dict[str, int] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._buckets: dict[str, dict[str, tuple[Entry, float]]] = {BUCKET_INSTANCES: {}, BUCKET_EPOCH: {}}
+        self._revision = 0
+        self.inboxes: dict[str, deque[bytes]] = {}
+
+    # -------------------------------------------------------------------------------------------------------- faults
+
+    def stop(self, *, keep_store: bool) -> None:
+        """Go away; what was under way is lost, and without its store everything is."""
+        self.up = False
+        self.life += 1
+        self.trail.note("world", f"broker stops, store {'kept' if keep_store else 'lost'}")
+        if not keep_store:
+            self._log = _Log()
+            self._queue.clear()
+            self._pending.clear()
+            for bucket in self._buckets.values():
+                bucket.clear()
+
+    def start(self) -> None:
+        """Come back."""
+        self.up = True
+        self.trail.note("world", "broker is back")
+
+    def heal(self) -> None:
+        """Lose, double and delay nothing any more."""
+        self.rates = Rates(0, 0, 0)
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def listen(self, listener: Listener) -> None:
+        """Let a listener hear its subject."""
+        self._listeners.setdefault(listener.subject, []).append(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Let a listener hear nothing any more."""
+        listeners = self._listeners.get(listener.subject, [])
+        if listener in listeners:
+            listeners.remove(listener)
+
+    def send(self, delivery: Delivery, answer: "Callable[[bytes], None] | None" = None) -> int:
+        """Send a message to whoever listens; return how many could answer it."""
+        listeners = [one for one in self._listeners.get(delivery.subject, ()) if not one.gone]
+        for listener in listeners:
+            self.carry(lambda listener=listener: self._arrive(listener, delivery, answer))  # type: ignore[misc]
+        return sum(one.answers for one in listeners)
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Bring a message there: now, later, twice, or never."""
+        draw, rates = self.random.random(), self.rates
+        self.sent += 1
+        if draw < rates.lost:
+            self.lost += 1
+            return
+        self._carry_once(arrive)
+        if draw > 1 - rates.doubled:
+            self.doubled += 1
+            self._carry_once(arrive)
+
+    def _carry_once(self, arrive: Callable[[], None]) -> None:
+        life = self.life
+        draw = self.random.random()
+
+        def if_still_up() -> None:
+            if self.life == life:
+                arrive()
+
+        if draw < self.rates.late:
+            self.loop.post(self.actor, if_still_up, delay_s=self.random.random() * LATE_MAX_S)
+        elif draw < 0.4:
+            self.loop.post(self.actor, if_still_up, delay_s=self.random.expovariate(1 / HOP_S))
+        else:
+            arrive()
+
+    def _arrive(self, listener: Listener, delivery: Delivery, answer: "Callable[[bytes], None] | None") -> None:
+        if listener.connected:
+            listener.hear(delivery, answer)
+
+    # --------------------------------------------------------------------------------------------------- the streams
+
+    def store(self, subject: str, data: bytes, message_id: str) -> Stored | NotStored:
+        """Append to the subject's stream, once per message id."""
+        log = self._log
+        known = log.ids.get(message_id)
+        if known is not None:
+            return Stored(known, duplicate=True)
+        destination = self._destination_of(subject)
+        if destination is not None:
+            if subject in self._pending:
+                return NotStored("pending")
+            if len(self._pending) >= QUEUE_MAX:
+                return NotStored("full")
+        log.head += 1
+        log.ids[message_id] = log.head
+        if len(log.ids) > IDS_MAX:
+            log.ids.popitem(last=False)
+        if destination is not None:
+            self._pending[subject] = log.head
+            waiting = Waiting(log.head, subject, data)
+            self._queue.setdefault(destination, OrderedDict())[log.head] = waiting
+            self.wake(destination)
+        return Stored(log.head, duplicate=False)
+
+    def _destination_of(self, subject: str) -> str | None:
+        """Return the queue of a subject: what its consumers call their filter."""
+        head = f"{self.topics.prefix}.transfer."
+        return f"{subject.rpartition('.')[0]}.*" if subject.startswith(head) else None
+
+    def offer(self, queue: str, most: int) -> list[Waiting]:
+        """Give out waiting requests, within the queue's caps."""
+        now = self.loop.time()
+        given: list[Waiting] = []
+        held = sum(1 for one in self._queue.get(queue, {}).values() if one.offered_again_at > now)
+        for one in self._queue.get(queue, {}).values():
+            if len(given) >= most or held + len(given) >= self.work.in_flight_max:
+                break
+            if one.offered_again_at <= now and one.attempts < self.work.deliveries_max:
+                one.attempts += 1
+                one.offered_again_at = now + self.work.ack_wait_s
+                given.append(one)
+        return given
+
+    def due_s(self, queue: str) -> float:
+        """Return how long until something may be offered again."""
+        now = self.loop.time()
+        waits = [one.offered_again_at - now for one in self._queue.get(queue, {}).values()]
+        return min((wait for wait in waits if wait > 0), default=LATE_MAX_S)
+
+    def find(self, waiting: Waiting) -> tuple[str, bool]:
+        """Return the queue of a request, and whether it is still there."""
+        queue = self._destination_of(waiting.subject) or ""
+        there = self._queue.get(queue)
+        return queue, there is not None and there.get(waiting.sequence) is waiting
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take a request off the queue."""
+        queue, there = self.find(waiting)
+        if there:
+            del self._queue[queue][waiting.sequence]
+            self._pending.pop(waiting.subject, None)
+
+    def drop_exhausted(self) -> int:
+        """Take off the queue what was offered as often as it may be, as an operator would; return how many."""
+        now = self.loop.time()
+        found = [
+            one
+            for queue in self._queue.values()
+            for one in queue.values()
+            if one.attempts >= self.work.deliveries_max and one.offered_again_at <= now
+        ]
+        for one in found:
+            self.remove(one)
+        return len(found)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, in all queues."""
+        return len(self._pending)
+
+    def await_work(self, queue: str) -> "asyncio.Future[None]":
+        """Return a future that ends when the queue has something new."""
+        future = self.loop.create_future()
+        self._waiters.setdefault(queue, []).append(future)
+        return future
+
+    def wake(self, queue: str) -> None:
+        """Let whoever waits for a queue look again."""
+        for future in self._waiters.pop(queue, ()):
+            if not future.done():
+                future.set_result(None)
+
+    # --------------------------------------------------------------------------------------------------- the buckets
+
+    def entries(self, bucket: str) -> dict[str, tuple[Entry, float]]:
+        """Return what a bucket holds now."""
+        entries = self._buckets[bucket]
+        if bucket == BUCKET_INSTANCES:
+            now = self.loop.time()
+            for key in [key for key, (_, at) in entries.items() if now - at >= INSTANCE_TTL_S]:
+                del entries[key]
+        return entries
+
+    def put(self, bucket: str, key: str, value: bytes) -> None:
+        """Store a value under a new revision."""
+        self._revision += 1
+        self._buckets[bucket][key] = (Entry(key, value, self._revision), self.loop.time())

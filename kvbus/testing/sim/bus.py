@@ -1,0 +1,303 @@
+"""One party's connection to the simulated broker; keeps, and breaks, what `kvbus.transport.Bus` allows.
+
+What may fail does: a store or a put may have happened although it was not confirmed, a request may be heard twice and
+its answer lost, and a connection may be gone, or gone without either end knowing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvbus.errors import BusError
+from kvbus.testing.sim.broker import SimBroker, Waiting
+from kvbus.testing.sim.loop import Actor
+from kvbus.transport import (
+    BusHealth,
+    Delivery,
+    Entry,
+    Handler,
+    NoAnswer,
+    NotStored,
+    Responder,
+    Stored,
+    Subscription,
+    Work,
+)
+
+ANSWERS_MAX = 64
+"""As on the real bus: answers in progress at once; more wait their turn."""
+QUEUED_MAX = 8_192
+HOP_S = 0.001
+CALL_S = 5.0
+
+
+class SimBus:
+    """A connection. `cut`: both ends know that it is gone; `hole`: neither does, and everything vanishes in it."""
+
+    def __init__(self, broker: SimBroker, actor: Actor) -> None:
+        self.broker = broker
+        self.actor = actor
+        self.cut = False
+        self.hole = False
+        self._listeners: list[_Listener] = []
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages come through."""
+        return self.actor.alive and self.broker.up and not self.cut and not self.hole
+
+    @property
+    def gone(self) -> bool:
+        """Whether the broker knows that nobody is there: the process ended, or the connection was closed."""
+        return not self.actor.alive
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """See `kvbus.transport.Bus`."""
+        self._check()
+        if not self.hole:
+            self.broker.send(Delivery(subject, data))
+
+    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = CALL_S) -> Stored | NotStored:
+        """See `kvbus.transport.Bus`; where no ack comes, the message may be stored all the same."""
+        await self._reach(wait_s)
+        answer = self.broker.store(subject, data, message_id)
+        await self._return(wait_s)
+        return answer
+
+    async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
+        """See `kvbus.transport.Bus`."""
+        self._check()
+        loop, life = self.broker.loop, self.broker.life
+        answer: asyncio.Future[bytes | NoAnswer] = loop.create_future()
+
+        def settle(value: bytes | NoAnswer) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        def answered(said: bytes) -> None:
+            if self.broker.life == life:
+                self.broker.carry(lambda: settle(said) if self.connected else None)
+
+        if not self.hole and not self.broker.send(Delivery(subject, data), answered):
+            return NoAnswer("nobody_listens")
+        timer = loop.call_later(wait_s, settle, NoAnswer("late"))
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+
+        async def one_by_one(delivery: Delivery) -> bytes:
+            await handler(delivery)
+            return b""
+
+        return self._listen(_Listener(self, subject, one_by_one, places=1, answers=False))
+
+    async def respond(self, subject: str, responder: Responder) -> Subscription:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        return self._listen(_Listener(self, subject, responder, places=ANSWERS_MAX, answers=True))
+
+    async def take_work(self, subject_filter: str, *, consumer: str, most: int, wait_s: float) -> Sequence[Work]:
+        """See `kvbus.transport.Bus`; a request may come to a connection that then breaks."""
+        del consumer
+        loop = self.broker.loop
+        ends_at = loop.time() + wait_s
+        while True:
+            given = self.broker.offer(subject_filter, most) if self.connected else []
+            if given or (left_s := ends_at - loop.time()) <= 0:
+                return [_SimWork(self, one) for one in given]
+            more = self.broker.await_work(subject_filter)
+            timer = loop.call_later(max(0.001, min(left_s, self.broker.due_s(subject_filter))), _end, more)
+            try:
+                await more
+            finally:
+                timer.cancel()
+
+    async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
+        """Refuse: no role reads history, and the broker keeps only what it needs to know repeats."""
+        del after_sequence, most
+        raise BusError("the simulated broker keeps no history", subject=subject_filter)
+
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        found = self.broker.entries(bucket).get(key)
+        return found[0] if found else None
+
+    async def put(self, bucket: str, key: str, value: bytes) -> None:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        self.broker.put(bucket, key, value)
+        await self._return(CALL_S)
+
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        found = self.broker.entries(bucket).get(key)
+        if (found[0].revision if found else 0) != revision:
+            return False
+        self.broker.put(bucket, key, value)
+        await self._return(CALL_S)
+        return True
+
+    async def keys(self, bucket: str) -> Sequence[str]:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        return sorted(self.broker.entries(bucket))
+
+    async def ensure_assets(self) -> None:
+        """See `kvbus.transport.Bus`; the simulated broker always has them."""
+
+    def health(self) -> BusHealth:
+        """See `kvbus.transport.Bus`."""
+        return BusHealth(self.connected, "simulated")
+
+    async def close(self) -> None:
+        """Stop hearing."""
+        for listener in tuple(self._listeners):
+            await listener.close()
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _check(self) -> None:
+        if not self.actor.alive or not self.broker.up or self.cut:
+            raise BusError("no connection to the broker", broker="simulated")
+
+    async def _reach(self, wait_s: float) -> None:
+        """Get a call to the broker, or fail; mostly at once, so that most calls cost no turn of the loop."""
+        self._check()
+        await self._travel(wait_s)
+
+    async def _return(self, wait_s: float) -> None:
+        """Get the answer back, or fail although the call was obeyed."""
+        if self.broker.random.random() < self.broker.rates.lost:
+            await asyncio.sleep(wait_s)
+            raise BusError("the broker did not confirm in time", broker="simulated")
+        await self._travel(wait_s)
+
+    async def _travel(self, wait_s: float) -> None:
+        random, life = self.broker.random, self.broker.life
+        if random.random() < 0.05:
+            await asyncio.sleep(random.expovariate(1 / HOP_S))
+        if self.hole:
+            await asyncio.sleep(wait_s)
+        if not self.connected or self.broker.life != life:
+            raise BusError("the connection to the broker was lost", broker="simulated")
+
+    def _listen(self, listener: "_Listener") -> "_Listener":
+        self._listeners.append(listener)
+        self.broker.listen(listener)
+        return listener
+
+    def forget(self, listener: "_Listener") -> None:
+        """Let a listener hear nothing more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        self.broker.unlisten(listener)
+
+
+class _Listener:
+    """One subscription: messages wait here, and at most `places` of them are being handled."""
+
+    def __init__(self, bus: SimBus, subject: str, responder: Responder, *, places: int, answers: bool) -> None:
+        self.subject = subject
+        self.answers = answers
+        self._bus = bus
+        self._responder = responder
+        self._places = places
+        self._queue: deque[tuple[Delivery, Callable[[bytes], None] | None]] = deque()
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages reach it."""
+        return self._bus.connected and not self._closed
+
+    @property
+    def gone(self) -> bool:
+        """Whether the broker knows that nobody is there."""
+        return self._bus.gone or self._closed
+
+    def hear(self, delivery: Delivery, answer: Callable[[bytes], None] | None) -> None:
+        """Handle a message, or keep it until there is a place."""
+        if len(self._queue) < QUEUED_MAX:
+            self._queue.append((delivery, answer))
+            self._begin()
+
+    async def close(self) -> None:
+        """Hear nothing more."""
+        self._closed = True
+        self._queue.clear()
+        self._bus.forget(self)
+
+    def _begin(self) -> None:
+        while self._queue and self._places:
+            self._places -= 1
+            work = self._handle(*self._queue.popleft())
+            self._bus.broker.loop.spawn(self._bus.actor, work, self.subject)
+
+    async def _handle(self, delivery: Delivery, answer: Callable[[bytes], None] | None) -> None:
+        try:
+            said = await self._responder(delivery)
+            if answer is not None and self._bus.connected:
+                answer(said)
+        except Exception as error:  # noqa: BLE001 - as on the real bus: it answers nothing, and that is noted
+            self._bus.broker.trail.note(self._bus.actor.name, f"{self.subject} raised {error!r}")
+        finally:
+            self._places += 1
+            self._begin()
+
+
+class _SimWork:
+    """A request in somebody's hands."""
+
+    def __init__(self, bus: SimBus, waiting: Waiting) -> None:
+        self._bus = bus
+        self._waiting = waiting
+        self._attempt = waiting.attempts
+        self._ended = False
+
+    @property
+    def delivery(self) -> Delivery:
+        """The message as it came."""
+        return Delivery(self._waiting.subject, self._waiting.data, self._waiting.sequence)
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first delivery."""
+        return self._attempt
+
+    async def keep(self) -> None:
+        """Push the ack wait out; whether it comes through is nobody's to know."""
+        self._bus._check()  # noqa: SLF001 - one module
+        broker = self._bus.broker
+        if self._bus.connected and broker.random.random() >= broker.rates.lost:
+            self._waiting.offered_again_at = broker.loop.time() + broker.work.ack_wait_s
+
+    async def finish(self) -> None:
+        """Take the message off the queue."""
+        self._claim()
+        await self._bus._reach(CALL_S)  # noqa: SLF001
+        self._bus.broker.remove(self._waiting)
+        await self._bus._return(CALL_S)  # noqa: SLF001
+        self._ended = True
+
+    async def give_back(self, delay_s: float) -> None:
+        """Let the queue offer the message again."""
+        self._claim()
+        await self._bus._reach(CALL_S)  # noqa: SLF001
+        self._waiting.offered_again_at = self._bus.broker.loop.time() + delay_s
+        self._ended = True
+
+    def _claim(self) -> None:
+        if self._ended:
+            raise BusError("this work has ended; a second ack could end another's", subject=self._waiting.subject)
+
+
+def _end(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,129 @@
+"""The requesters: they ask for transfers at random, repeat themselves, cancel, and keep the engines busy."""
+
+import asyncio
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from kvbus.errors import BusError
+from kvbus.events import Header, TransferCancelRequested, TransferRequested, encode
+from kvbus.names import request_hash
+from kvbus.parts import Body, OnMiss
+from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.prompts import prompt_of, tokens_of
+from kvbus.testing.sim.town import Town
+from kvbus.topics import Command
+
+REMEMBERED_MAX = 64
+REQUESTER = "driver"
+ON_MISS: tuple[OnMiss, ...] = ("prefill", "prefill", "prefill", "partial", "partial", "fail")
+BUDGETS_S = (0.3, 2.0, 5.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    destination: str
+    request: TransferRequested
+
+
+class Driver:
+    """Asks until enough transfers were admitted."""
+
+    def __init__(self, town: Town) -> None:
+        self.asked = 0
+        self.counts: Counter[str] = Counter()
+        self._town = town
+        self._actor = Actor(REQUESTER)
+        self._bus = SimBus(town.broker, self._actor)
+        self._random = random.Random(f"{town.settings.seed}:driver")
+        self._recent: deque[_Asked] = deque(maxlen=REMEMBERED_MAX)
+        self._sequence = 0
+
+    def start(self) -> None:
+        """Begin to ask."""
+        loop = self._town.truth.loop
+        loop.spawn(self._actor, self._ask(), "driver")
+        loop.spawn(self._actor, self._keep_engines_busy(), "driver of engines")
+
+    async def _ask(self) -> None:
+        settings, loop = self._town.settings, self._town.truth.loop
+        pause_s = 1 / (settings.requests_a_second * settings.instances)
+        while self._town.fired() < settings.transfers:
+            draw = self._random.random()
+            if draw < 0.04 and self._recent:
+                loop.spawn(self._actor, self._cancel(self._random.choice(self._recent)), "cancel")
+            elif draw < 0.12 and self._recent:
+                loop.spawn(self._actor, self._send(self._random.choice(self._recent)), "repeat")
+            else:
+                asked = self._make()
+                # Mostly where there is room: a refusal costs as much to simulate as a transfer, and shows less.
+                if draw > 0.9 or self._town.has_room(asked.destination):
+                    self._recent.append(asked)
+                    loop.spawn(self._actor, self._send(asked), "request")
+            await asyncio.sleep(self._random.expovariate(1 / pause_s))
+
+    async def _keep_engines_busy(self) -> None:
+        settings = self._town.settings
+        while self._town.fired() < settings.transfers:
+            await asyncio.sleep(self._random.expovariate(3.0 * settings.instances))
+            members = self._town.up()
+            if members and (parts := self._random.choice(members).parts):
+                parts.engine.answer(tokens_of(self._words()), self._salt())
+
+    def _make(self) -> _Asked:
+        draw, names = self._random, self._town.names
+        destination = draw.choice(names)
+        sources = names if draw.random() < 0.02 else tuple(name for name in names if name != destination)
+        source = draw.choice(sources)
+        document, _, tokens = self._words().partition(":")
+        prompt = prompt_of(int(document), int(tokens), as_text=draw.random() < 0.3)
+        salt = self._salt()
+        own = request_hash(model="", salt=salt, source=source, prompt=prompt.canonical())
+        self.asked += 1
+        request = TransferRequested(
+            request_id=f"r{self.asked}",
+            request_hash=own,
+            requester=REQUESTER,
+            source=source,
+            destination=destination,
+            prompt=prompt,
+            salt=salt,
+            on_miss=draw.choice(ON_MISS),
+            budget_s=draw.choice(BUDGETS_S),
+        )
+        return _Asked(destination, request)
+
+    def _words(self) -> str:
+        settings, draw = self._town.settings, self._random
+        tokens = draw.randint(settings.block_tokens, settings.block_tokens * settings.blocks_max)
+        return f"{min(draw.randrange(settings.documents), draw.randrange(settings.documents))}:{tokens}"
+
+    def _salt(self) -> str:
+        return "" if self._random.random() < 0.9 else "other"
+
+    async def _send(self, asked: _Asked) -> None:
+        topics, draw = self._town.broker.topics, self._random.random()
+        data = self._encoded(asked.request)
+        try:
+            if draw < 0.7:
+                subject = topics.transfer(asked.destination, asked.request.request_hash)
+                await self._bus.store(subject, data, message_id=asked.request.request_id)
+            else:
+                await self._bus.request(topics.command(asked.destination, Command.TRANSFER), data, wait_s=2.0)
+        except BusError:
+            self.counts["not_sent"] += 1
+
+    async def _cancel(self, asked: _Asked) -> None:
+        subject = self._town.broker.topics.command(asked.destination, Command.CANCEL)
+        body = TransferCancelRequested(request_hash=asked.request.request_hash)
+        self.counts["cancels"] += 1
+        try:
+            await self._bus.request(subject, self._encoded(body), wait_s=2.0)
+        except BusError:
+            self.counts["not_sent"] += 1
+
+    def _encoded(self, body: Body) -> bytes:
+        self._sequence += 1
+        sent_ns = int((1_700_000_000 + self._town.truth.loop.time()) * 1e9)
+        return encode(Header(k=body.KIND, i=REQUESTER, s=self._sequence, t=sent_ns), body)

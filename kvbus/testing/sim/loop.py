@@ -1,0 +1,248 @@
+"""An event loop whose time is virtual and whose order a seed decides; it knows no I/O and no threads.
+
+Each simulated process is an actor. Inside one actor callbacks run in the order in which they were scheduled, as asyncio
+promises; which actor runs next is drawn, since processes know no common order. When nobody is ready, time jumps to the
+next timer. An actor that was killed runs nothing any more, whatever it had scheduled: a crash at any step.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import random
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_ACTOR: ContextVar["Actor"] = ContextVar("actor")
+
+
+class Actor:
+    """One simulated process, or one independent device of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self.ready: deque[asyncio.Handle] = deque()
+        self.tasks: dict[int, SimTask[Any]] = {}
+        self.context: Context = copy_context()
+        self.context.run(_ACTOR.set, self)
+
+    def __repr__(self) -> str:
+        return f"<Actor {self.name}{'' if self.alive else ' dead'}>"
+
+
+class SimTask(asyncio.Task[T]):
+    """A task that hashes by its number: sets of tasks then have one order in every run."""
+
+    def __init__(self, number: int, coro: Coroutine[Any, Any, T], **options: Any) -> None:  # noqa: ANN401 - handed on
+        self.number = number  # first: asyncio keeps each task in a set from its own constructor on
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """Runs one callback a step. `on_fault` hears of exceptions that nobody handled."""
+
+    def __init__(self, seed: str, on_fault: Callable[[Actor, str, BaseException | None], None]) -> None:
+        self.step = 0
+        self.current = Actor("world")
+        self._world = self.current
+        self._random = random.Random(f"{seed}:loop")
+        self._on_fault = on_fault
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Actor]] = []
+        self._active: list[Actor] = []
+        self._sequence = 0
+        self._with_tasks: dict[Actor, None] = {}
+
+    # ------------------------------------------------------------------------------------------------- what runs it
+
+    def run(self, after_step: Callable[[Actor], bool]) -> None:
+        """Run step by step until `after_step` says so, or nothing is left that could run."""
+        events._set_running_loop(self)  # noqa: SLF001 - what asyncio's own loops do
+        try:
+            while self._run_one() and not after_step(self.current):
+                pass
+        finally:
+            events._set_running_loop(None)  # noqa: SLF001
+
+    def close(self) -> None:
+        """End every actor, so that nothing of a run outlives it."""
+        for actor in list(self._with_tasks):
+            self.kill(actor)
+        self._timers.clear()
+
+    def _run_one(self) -> bool:
+        while not self._active:
+            if not self._timers:
+                return False
+            self._take_timers()
+        at = int(self._random.random() * len(self._active))
+        actor = self._active[at]
+        handle = actor.ready.popleft()
+        if not actor.ready:
+            self._active[at] = self._active[-1]
+            self._active.pop()
+        if not handle.cancelled():
+            self.step += 1
+            self.current = actor
+            handle._run()  # noqa: SLF001
+        return True
+
+    def _take_timers(self) -> None:
+        """Jump to the next timer, and make ready all that are due then."""
+        timers = self._timers
+        self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            _, _, handle, actor = heapq.heappop(timers)
+            if not handle.cancelled():
+                self._enqueue(actor, handle)
+
+    def _enqueue(self, actor: Actor, handle: asyncio.Handle) -> None:
+        if not actor.alive:
+            return
+        if not actor.ready and not actor.paused:
+            self._active.append(actor)
+        actor.ready.append(handle)
+
+    # ------------------------------------------------------------------------------------------------------- actors
+
+    def kill(self, actor: Actor) -> None:
+        """End an actor at once: nothing of it runs any more. Its coroutines are closed outside of the world."""
+        if not actor.alive:
+            return
+        actor.alive = False
+        actor.ready.clear()
+        if actor in self._active:
+            self._active.remove(actor)
+        tasks, actor.tasks = list(actor.tasks.values()), {}
+        self._with_tasks.pop(actor, None)
+        current = asyncio.current_task(self)
+        for task in tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined] # noqa: SLF001 - it dies pending
+            if task is not current:
+                actor.context.copy().run(_close, task)
+
+    def pause(self, actor: Actor) -> None:
+        """Let nothing of an actor run until `resume`: a stopped process, or a machine that swaps."""
+        if actor.alive and not actor.paused:
+            actor.paused = True
+            if actor in self._active:
+                self._active.remove(actor)
+
+    def resume(self, actor: Actor) -> None:
+        """Let a paused actor go on."""
+        if actor.paused:
+            actor.paused = False
+            if actor.alive and actor.ready:
+                self._active.append(actor)
+
+    def spawn(self, actor: Actor, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+        """Start a coroutine as a task of an actor."""
+        return self.create_task(work, name=name, context=actor.context.copy())
+
+    def post(
+        self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0
+    ) -> asyncio.Handle:
+        """Have an actor call something, now or later."""
+        if delay_s > 0:
+            return self.call_at(self._now + delay_s, callback, *args, context=actor.context)
+        return self.call_soon(callback, *args, context=actor.context)
+
+    # ------------------------------------------------------------------------------------- what asyncio asks a loop
+
+    def time(self) -> float:
+        """Return virtual seconds."""
+        return self._now
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio; the actor is that of the context."""
+        actor = self.current if context is None else context.get(_ACTOR, self._world)
+        handle = asyncio.Handle(callback, args, self, context)
+        self._enqueue(actor, handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio; there are no threads."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See asyncio."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See asyncio; timers of one instant keep their order."""
+        actor = self.current if context is None else context.get(_ACTOR, self._world)
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._sequence += 1
+        heapq.heappush(self._timers, (when, self._sequence, handle, actor))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer leaves the heap when its time comes."""
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        """See asyncio."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        """See asyncio; the task belongs to the actor of its context."""
+        actor = self.current if context is None else context.get(_ACTOR, self._world)
+        self._sequence += 1
+        task = SimTask(
+            self._sequence, coro, loop=self, name=name or getattr(coro, "__qualname__", "task"), context=context
+        )
+        if actor.alive:
+            actor.tasks[task.number] = task
+            self._with_tasks[actor] = None
+            task.add_done_callback(self._task_ended, context=actor.context)
+        else:  # made while a dead actor's coroutines are closed
+            task._log_destroy_pending = False  # type: ignore[attr-defined] # noqa: SLF001
+            coro.close()
+        return task
+
+    def _task_ended(self, task: "asyncio.Task[Any]") -> None:
+        self.current.tasks.pop(task.number, None)  # type: ignore[attr-defined]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fault(self.current, f"task {task.get_name()} ended with {error!r}", error)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See asyncio: an exception that a callback let out."""
+        error = context.get("exception")
+        self._on_fault(self.current, f"{context.get('message')}: {error!r}", error)
+
+    def get_debug(self) -> bool:
+        """See asyncio."""
+        return False
+
+    def is_running(self) -> bool:
+        """See asyncio."""
+        return True
+
+    def is_closed(self) -> bool:
+        """See asyncio."""
+        return False
+
+
+def _close(task: "asyncio.Task[Any]") -> None:
+    """Close the coroutine of a dead task; whatever its `finally` blocks do, they do to a dead process."""
+    coro: Any = task.get_coro()
+    with contextlib.suppress(BaseException):  # a dead process has nobody to tell
+        coro.close()

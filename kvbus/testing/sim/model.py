@@ -1,0 +1,209 @@
+"""The model: what each member's facts add up to, held against its books, its pool, and the truth.
+
+Facts come in as the roles record them. The model keeps per ticket which bits stand, and knows what must never be: a bit
+that turns off, a return without its evidence, a second return, access that ended although somebody still touches.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvbus.errors import LedgerContradictionError
+from kvbus.ledger.agreement import Decision
+from kvbus.ledger.facts import EVIDENCE_BITS, RESULT_BITS, Evidence, Fact, GrantedRow, LeaseFacts, OutcomeRow
+from kvbus.pool.allocator import PageState
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.rounds import FactsSink, Rounds
+from kvbus.testing.sim.truth import SimProcess, Truth, content
+
+_RETURNED = int(Fact.RETURNED)
+_ACCESS_ENDED = int(Fact.ACCESS_ENDED)
+_CONSUMED = int(Fact.CONSUMED)
+_SETTLED = int(Fact.SETTLED)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """One ticket as its facts tell."""
+
+    bits: int = 0
+    writes: bool = False
+    pages: tuple[int, ...] = ()
+    names: tuple[bytes, ...] = ()
+    bounds: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Model:
+    """The model of one member, and the sink before its recorder."""
+
+    truth: Truth
+    process: SimProcess
+    sink: FactsSink
+    rounds: Rounds | None = None
+    pool: PoolSide | None = None
+    held: dict[int, _Lease] = field(default_factory=dict)
+    returned: set[int] = field(default_factory=set)
+    contents: dict[int, bytes] = field(default_factory=dict)
+    last_decision: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    # ---------------------------------------------------------------------------------------------------- as a sink
+
+    def facts(self, facts: LeaseFacts) -> None:
+        """Take a batch: check it, then let it be recorded."""
+        if self.process.alive:
+            for row in facts.rows:
+                if isinstance(row, GrantedRow):
+                    self._granted(row)
+                elif isinstance(row, OutcomeRow):
+                    self._outcome(row)
+            for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+                self._line(ticket, bits, lo, hi)
+        self.sink.facts(facts)
+
+    def decision(self, decision: Decision) -> None:
+        """Take a decision: numbers are without gaps, and each names the one before (P15)."""
+        if decision.n != self.last_decision + 1:
+            self._violate(f"decision {decision.n} follows {self.last_decision}")
+        self.last_decision = decision.n
+        self.counts[f"decisions_{decision.kind}"] += 1
+        tickets = " ".join(self._t(party.ticket) for party in decision.parties)
+        self._note(f"{decision.kind} {decision.transfer} {tickets}")
+        self.sink.decision(decision)
+
+    def _granted(self, row: GrantedRow) -> None:
+        lease = self.held.setdefault(row.ticket, _Lease())
+        lease.writes, lease.pages = row.writes, row.pages
+        view = self.rounds.holder.view(row.ticket) if self.rounds else None
+        lease.names = view.names if view else ()
+        pages = " ".join(f"{self.process.name}.p{page}" for page in row.pages)
+        self._note(f"{self._t(row.ticket)} granted to {'write' if row.writes else 'read'} for {row.peer} : {pages}")
+
+    def _outcome(self, row: OutcomeRow) -> None:
+        if not row.evidence:
+            self._violate(f"T{row.ticket} has an outcome without evidence", row.ticket)
+
+    def _line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
+        if ticket in self.returned:
+            self._violate(f"T{ticket} is reported after its return", ticket)
+            return
+        lease = self.held.setdefault(ticket, _Lease())
+        before, lease.bits = lease.bits, bits
+        new = bits & ~before
+        if before & ~bits:
+            self._violate(f"T{ticket} lost the bits {Fact(before & ~bits)!r}", ticket)
+        if (bits & RESULT_BITS).bit_count() > 1:
+            self._violate(f"T{ticket} has two results", ticket)
+        if bits & RESULT_BITS and lease.writes:
+            if lease.bounds not in {None, (lo, hi)}:
+                self._violate(f"T{ticket} changed its bounds from {lease.bounds} to {(lo, hi)}", ticket)
+            lease.bounds = (lo, hi)
+        if new & _ACCESS_ENDED:
+            self._access_ended(ticket, lease)
+        if new & _RETURNED:
+            self._returned(ticket, lease)
+        if new & int(Fact.RETURN_FAILED):
+            self._return_failed(ticket)
+
+    def _access_ended(self, ticket: int, lease: _Lease) -> None:
+        pid = self.process.identity.pid
+        self._note(f"{self._t(ticket)} access ended by {Fact(lease.bits & EVIDENCE_BITS).name}")
+        for evidence in Evidence:
+            self.counts[evidence.name.lower()] += bool(lease.bits & evidence)
+        if not lease.bits & EVIDENCE_BITS:
+            self._violate(f"access to T{ticket} ended without evidence", ticket)
+        if lease.writes:
+            if lease.names and any(self.truth.writers[pid, page] for page in lease.pages):
+                self._violate(f"access to T{ticket} is said to have ended, and its pages are being written", ticket)
+        elif self.truth.lease_readers[pid, ticket]:
+            self._violate(f"access to T{ticket} is said to have ended, and it is being read", ticket)
+
+    def _returned(self, ticket: int, lease: _Lease) -> None:
+        del self.held[ticket]
+        self.returned.add(ticket)
+        self.counts["leases_returned"] += 1
+        self._note(f"{self._t(ticket)} returned")
+        if lease.bits & int(Fact.LENDER_STOPPED):
+            self._violate(f"T{ticket} was returned to a lender that has stopped", ticket)
+        if not lease.bits & _ACCESS_ENDED:
+            self._violate(f"T{ticket} was returned before access ended", ticket)
+        if lease.writes and not lease.bits & _SETTLED:
+            self._violate(f"T{ticket}, a write, was returned without a settle", ticket)
+        if lease.writes and lease.bits & _CONSUMED and self.pool is not None:
+            for page, name in zip(lease.pages, lease.names, strict=True):
+                if self._holds(page, name):
+                    self.contents[page] = name
+                    self._check_page(page, name)
+
+    def _return_failed(self, ticket: int) -> None:
+        """A return that failed is never tried again; that it fails has to be the lender's fault (contract 7)."""
+        if self.process.lender_failed:
+            del self.held[ticket]
+            self.returned.add(ticket)
+            self.counts["returns_failed"] += 1
+        else:
+            self._violate(f"the return of T{ticket} failed", ticket)
+
+    # ------------------------------------------------------------------------------------------------------ all of it
+
+    def check_touched(self) -> None:
+        """Hold the held tickets against the model's; O(held)."""
+        rounds = self.rounds
+        if rounds is not None and not rounds.holder.has_news and rounds.holder.tickets() != self.held.keys():
+            self._violate(f"tickets {rounds.holder.tickets()} are held, {set(self.held)} by the facts")
+
+    def check_all(self) -> None:
+        """Hold every book against every other, and every page's bytes against its name."""
+        if self.rounds is None or self.pool is None:
+            return
+        try:
+            self.rounds.holder.check()
+            self.pool.lender.check()
+        except LedgerContradictionError as error:
+            self._violate(f"the books disagree: {error}")
+        self.check_touched()
+        self._check_states()
+        for page, name in list(self.contents.items()):
+            if self._holds(page, name):
+                self._check_page(page, name)
+            else:
+                del self.contents[page]
+
+    def _check_states(self) -> None:
+        """Pages under a write lease are in writing; pages under a read lease are pinned as often as they are lent."""
+        pool = self.pool
+        if pool is None:
+            return
+        pins: dict[int, int] = {}
+        for ticket, lease in self.held.items():
+            for page in lease.pages:
+                if not lease.writes:
+                    pins[page] = pins.get(page, 0) + 1
+                elif pool.allocator.state(page) is not PageState.WRITING:
+                    self._violate(f"p{page} of T{ticket} is {pool.allocator.state(page).name}, not WRITING", ticket)
+        for page, count in pins.items():
+            if pool.allocator.pins(page) < count:
+                self._violate(f"p{page} is lent {count} times and pinned {pool.allocator.pins(page)} times")
+
+    def _holds(self, page: int, name: bytes) -> bool:
+        pool = self.pool
+        if pool is None or pool.allocator.state(page) is not PageState.CACHED:
+            return False
+        return pool.lender.pages_held((name,)) == [page]
+
+    def _check_page(self, page: int, name: bytes) -> None:
+        pool = self.pool
+        if pool is not None and pool.memory.page_bytes(page).tobytes() != content(name):
+            text = f"wrong bytes: p{page} is in the index as {name.hex()[:8]} and does not hold it"
+            self.truth.trail.violate(self.process.name, text, f"p{page}")
+
+    def _violate(self, text: str, ticket: int = 0) -> None:
+        pages = self.held[ticket].pages if ticket in self.held else ()
+        subjects = (f"T{ticket}", *(f"p{page}" for page in pages)) if ticket else ()
+        self.truth.trail.violate(self.process.name, text, *subjects)
+
+    def _t(self, ticket: int) -> str:
+        return f"{self.process.name}.T{ticket}"
+
+    def _note(self, text: str) -> None:
+        self.truth.trail.note(self.process.name, text)

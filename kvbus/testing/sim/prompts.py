@@ -1,0 +1,25 @@
+"""Prompts of the simulation: documents that share their beginnings, as token ids or as text."""
+
+from kvbus.parts import Prompt
+
+TOKEN_MAX = 50_000
+
+
+def text_of(document: int, tokens: int) -> str:
+    """Return the words for so many tokens of a document."""
+    return f"{document}:{tokens}"
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    """Return the token ids of such words; a document's tokens are the same however many are taken."""
+    document, _, count = text.partition(":")
+    first = int(document)
+    return tuple((first * 7_919 + 31 * at + at * at) % TOKEN_MAX for at in range(int(count)))
+
+
+def prompt_of(document: int, tokens: int, *, as_text: bool) -> Prompt:
+    """Return a prompt as a requester sends it."""
+    text = text_of(document, tokens)
+    if as_text:
+        return Prompt(text=text)
+    return Prompt(tokens=b"".join(token.to_bytes(4, "little") for token in tokens_of(text)))

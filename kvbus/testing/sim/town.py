@@ -1,0 +1,117 @@
+"""The instances of one run: who is up, who comes back when, what all of them together have counted."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+from kvbus.ledger.admission import AdmissionStatistics
+from kvbus.testing.sim.assembly import Parts
+from kvbus.testing.sim.broker import SimBroker
+from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.member import Member
+from kvbus.testing.sim.settings import SimSettings
+from kvbus.testing.sim.truth import Truth
+
+RESTART_MAX_S = 4.0
+
+
+class Town:
+    """All members, by instance; a member that ended is followed by a new one."""
+
+    def __init__(self, settings: SimSettings, truth: Truth, broker: SimBroker, world: Actor) -> None:
+        self.settings = settings
+        self.truth = truth
+        self.broker = broker
+        self.world = world
+        self.names = tuple(f"i{number}" for number in range(settings.instances))
+        self.members: dict[str, Member] = {}
+        self.ended: Counter[str] = Counter()
+        self.starts = 0
+        self.healed = False
+        self._random = random.Random(f"{settings.seed}:town")
+        self._by_actor: dict[Actor, Member] = {}
+
+    def start(self) -> None:
+        """Start one member per instance."""
+        for name in self.names:
+            self._start(name)
+
+    def up(self) -> list[Member]:
+        """Return the members that run and have their parts."""
+        return [member for member in self.members.values() if member.alive and member.parts is not None]
+
+    def all_up(self) -> bool:
+        """Whether every instance has a member at work that is not about to leave."""
+        return len(self.up()) == len(self.names) and not any(member.leaving for member in self.up())
+
+    def of(self, actor: Actor) -> Member | None:
+        """Return the member that an actor is, if it is one that runs."""
+        return self._by_actor.get(actor)
+
+    def kill(self, member: Member) -> None:
+        """Kill a member, and let another follow."""
+        member.kill()
+        self._count(member)
+        self._later(member.instance)
+
+    def quit(self, member: Member) -> None:
+        """Let a member leave in order, and let another follow."""
+        member.quit(lambda: self._left(member))
+
+    def fired(self) -> int:
+        """Return how many transfers were admitted so far, by members that ended and those that run."""
+        return self.ended["fired"] + sum(one.fired for one in self._running())
+
+    def counts(self) -> Counter[str]:
+        """Return what admission counted, over all members that ever were; `lost` died with their member."""
+        total = Counter(self.ended)
+        for member in self.up():
+            if member.parts is not None:
+                total.update(_moved(member.parts))
+        for one in self._running():
+            for name in ("fired", "settled", "failed", "deduped", "skipped_busy", "refused", "inflight"):
+                total[name] += getattr(one, name)
+        return total
+
+    def _running(self) -> Iterator[AdmissionStatistics]:
+        for member in self.up():
+            if member.parts is not None:
+                yield member.parts.gate.statistics()
+
+    def _left(self, member: Member) -> None:
+        self._count(member)
+        self._later(member.instance)
+
+    def _count(self, member: Member) -> None:
+        self._by_actor.pop(member.actor, None)
+        if member.parts is None:
+            return
+        one = member.parts.gate.statistics()
+        for name in ("fired", "settled", "failed", "deduped", "skipped_busy", "refused"):
+            self.ended[name] += getattr(one, name)
+        self.ended["lost"] += one.inflight
+        self.ended.update(_moved(member.parts))
+        member.parts = None
+
+    def _later(self, name: str) -> None:
+        soon = self.healed or self._random.random() < 0.5
+        delay_s = 0.05 if soon else self._random.random() * RESTART_MAX_S
+        self.truth.loop.post(self.world, self._start, name, delay_s=delay_s)
+
+    def _start(self, name: str) -> None:
+        others = tuple(other for other in self.names if other != name)
+        self.starts += 1
+        member = Member(self.settings, self.truth, self.broker, name, others, self.starts)
+        self.members[name] = member
+        member.start()
+        self._by_actor[member.actor] = member
+
+    def has_room(self, instance: str) -> bool:
+        """Whether a member runs there that would admit one more transfer."""
+        member = self.members[instance]
+        return member.parts is not None and member.parts.gate.statistics().inflight < self.settings.inflight_max
+
+
+def _moved(parts: Parts) -> Counter[str]:
+    """Return what a member's facts, and its reader, have counted."""
+    return parts.model.counts + Counter(pages_moved=parts.reader.pages_read)

@@ -1,0 +1,75 @@
+"""The trail: what happened, step by step, with a running hash that tells two runs apart; and the first violation."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+KEPT_MAX = 20_000
+"""Events kept: some hundred transfers, far more than the life of one lease."""
+SHOWN_MAX = 60
+"""Events shown for a violation: what a person reads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event of a run."""
+
+    step: int
+    at_s: float
+    who: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.step:>9} {self.at_s:10.4f} s  {self.who:<8} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The first promise that was broken, and the events that led there."""
+
+    step: int
+    at_s: float
+    text: str
+    trail: tuple[Step, ...]
+
+
+class Trail:
+    """Keeps the last events of a run, and the first violation."""
+
+    def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
+        self._now = now
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._kept: deque[Step] = deque(maxlen=KEPT_MAX)
+        self.violation: Violation | None = None
+
+    @property
+    def hash(self) -> str:
+        """Sixteen hex characters over every event so far."""
+        return self._digest.hexdigest()
+
+    def note(self, who: str, text: str) -> None:
+        """Add one event."""
+        step, at_s = self._now()
+        self._kept.append(Step(step, at_s, who, text))
+        self._digest.update(f"{step}|{who}|{text}\n".encode())
+
+    def violate(self, who: str, text: str, *subjects: str) -> None:
+        """Note that a promise was broken; the first one counts.
+
+        `subjects` are tickets and pages of `who`, as in T4 and p7; with `who` before them they mark what led there.
+        """
+        self.note(who, f"VIOLATION {text}")
+        if self.violation is None:
+            step, at_s = self._now()
+            self.violation = Violation(step, at_s, f"{who}: {text}", self._relevant(who, subjects))
+
+    def last(self, count: int) -> tuple[Step, ...]:
+        """Return the newest events."""
+        return tuple(self._kept)[-count:]
+
+    def _relevant(self, who: str, subjects: tuple[str, ...]) -> tuple[Step, ...]:
+        """Return the newest events that speak of the subjects, or of the world at large."""
+        wanted = {subject if "." in subject else f"{who}.{subject}" for subject in subjects}
+        found = [step for step in self._kept if step.who == "world" or not wanted or wanted & set(step.text.split())]
+        return tuple(found[-SHOWN_MAX:])

@@ -1,0 +1,189 @@
+"""What is really so: which process lives, who really touches which page, what each page should hold.
+
+Members know of each other what messages and pidfds tell. The simulator knows more, and here is where it keeps it: every
+read and write under way, by process and page. Whoever takes a page back, or lends it anew, is held against that.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvbus.ledger.types import Direction
+from kvbus.parts import ProcessIdentity
+from kvbus.pool.lease import PoolLease
+from kvbus.pool.lender import PoolLender
+from kvbus.pool.memory import PoolMemory
+from kvbus.pool.pins import PinSet
+from kvbus.processes import ProcessWatch, identity
+from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.trail import Trail
+
+DEATH_SEEN_MAX_S = 0.2
+DEATH_SEEN_LATE_MAX_S = 5.0
+"""How late a pidfd's news may come, mostly and at times: the next epoch's readers may be there before."""
+DEAD_KEPT_MAX = 8
+"""Pools of dead processes that stay mapped by readers; older ones are closed."""
+
+
+@dataclass(slots=True, eq=False)
+class SimProcess:
+    """One process, its pool if it has one, and who waits to hear of its death."""
+
+    identity: ProcessIdentity
+    name: str
+    alive: bool = True
+    memory: PoolMemory | None = None
+    lender_fails: bool = False
+    """Whether its lender fails at the next return."""
+    lender_failed: bool = False
+    holds: Callable[[int], bool] = lambda _ticket: False
+    """Whether its holder holds that ticket."""
+    watchers: list[tuple[Actor, Callable[[], object]]] = field(default_factory=list)
+
+
+class Truth:
+    """The world as it is. Counts are per (pid, page); an attempt's counts go when it can touch nothing any more."""
+
+    def __init__(self, loop: SimLoop, seed: str, trail: Trail) -> None:
+        self.loop = loop
+        self.trail = trail
+        self.readers: Counter[tuple[int, int]] = Counter()
+        self.writers: Counter[tuple[int, int]] = Counter()
+        self.lease_readers: Counter[tuple[int, int]] = Counter()
+        self._random = random.Random(f"{seed}:processes")
+        self._processes: dict[int, SimProcess] = {}
+        self._dead: list[SimProcess] = []
+        self._host = identity()
+        self._next_pid = 1_000
+
+    # ----------------------------------------------------------------------------------------------------- processes
+
+    def start(self, name: str) -> SimProcess:
+        """Start a process of this host."""
+        self._next_pid += 1
+        who = self._host.model_copy(update={"pid": self._next_pid, "start_ticks": self._next_pid})
+        process = self._processes[self._next_pid] = SimProcess(who, name)
+        return process
+
+    def find(self, who: ProcessIdentity) -> SimProcess | None:
+        """Return a process, dead ones included while their memory is kept."""
+        return self._processes.get(who.pid)
+
+    def has_died(self, who: ProcessIdentity) -> bool:
+        """Return whether a process of this host has ended, as anybody here can see."""
+        process = self.find(who)
+        return process is None or not process.alive
+
+    def end(self, process: SimProcess) -> None:
+        """Let a process end; whoever watches it hears of that a little later."""
+        process.alive = False
+        for actor, on_death in process.watchers:
+            late = self._random.random() < 0.3
+            delay_s = self._random.random() * (DEATH_SEEN_LATE_MAX_S if late else DEATH_SEEN_MAX_S)
+            self.loop.post(actor, on_death, delay_s=delay_s)
+        process.watchers.clear()
+        self._dead.append(process)
+        if len(self._dead) > DEAD_KEPT_MAX:
+            oldest = self._dead.pop(0)
+            del self._processes[oldest.identity.pid]
+            if oldest.memory is not None and not self.readers_of(oldest):
+                oldest.memory.close()
+
+    def readers_of(self, process: SimProcess) -> int:
+        """Return how many reads of a process's pages are under way."""
+        pid = process.identity.pid
+        return sum(count for (owner, _), count in self.readers.items() if owner == pid)
+
+    def close(self) -> None:
+        """Unmap every pool."""
+        for process in self._processes.values():
+            if process.memory is not None:
+                process.memory.close()
+
+    # -------------------------------------------------------------------------------------------------------- access
+
+    def begin(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
+        """Somebody may touch these pages from now on."""
+        for page in pages:
+            counts[pid, page] += 1
+
+    def end_access(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
+        """Somebody touches these pages no more."""
+        for page in pages:
+            counts[pid, page] -= 1
+            if not counts[pid, page]:
+                del counts[pid, page]
+
+
+def content(name: bytes) -> bytes:
+    """Return what a page of that name holds: the name in both halves, so that half a page of another shows."""
+    return name + name
+
+
+class SimWatch(ProcessWatch):
+    """A process watch over simulated processes, on behalf of one actor."""
+
+    def __init__(self, truth: Truth, actor: Actor) -> None:
+        super().__init__(truth.loop)
+        self._truth = truth
+        self._actor = actor
+
+    def watch(self, other: ProcessIdentity, on_death: Callable[[], object]) -> bool:
+        """See `ProcessWatch`: False for a process that has ended already."""
+        process = self._truth.find(other)
+        if process is None or not process.alive:
+            return False
+        process.watchers.append((self._actor, on_death))
+        return True
+
+
+class WatchedLender(PoolLender):
+    """The real lender, each of whose steps is held against the truth."""
+
+    truth: Truth
+    process: SimProcess
+
+    def give_back(self, lease: PoolLease) -> None:
+        """See `PoolLender`; nobody may be touching what comes back. It fails where it is told to."""
+        if self.process.lender_fails and lease.pages:
+            self.process.lender_fails, self.process.lender_failed = False, True
+            self.truth.trail.note("world", f"the lender of {self.process.name} fails")
+            raise OSError("the pool's table cannot be written")
+        super().give_back(lease)
+        if lease.direction is Direction.READ:
+            self._check_read(lease.pages)
+        else:
+            self._check_written(lease.pages, f"lease {lease.lease_id} was given back")
+
+    def lend_write(
+        self,
+        names: Sequence[bytes] | None,
+        ordinals: Sequence[int],
+        *,
+        pins: PinSet | None = None,
+        prompt_blocks: int = 0,
+        for_peer: bool = True,
+    ) -> PoolLease:
+        """See `PoolLender`; nobody may be touching a page that is lent for writing."""
+        lease = super().lend_write(names, ordinals, pins=pins, prompt_blocks=prompt_blocks, for_peer=for_peer)
+        pid, readers = self.process.identity.pid, self.truth.readers
+        for page in lease.pages:
+            if readers[pid, page]:
+                text = f"page {page} is lent for writing while {readers[pid, page]} reads of it are under way"
+                self.truth.trail.violate(self.process.name, text, f"p{page}")
+        self._check_written(lease.pages, "it is lent for writing")
+        return lease
+
+    def _check_read(self, pages: Sequence[int]) -> None:
+        pid, readers = self.process.identity.pid, self.truth.readers
+        for page in pages:
+            if readers[pid, page] > self._allocator.pins(page):
+                text = f"page {page} was given back with a read of it under way"
+                self.truth.trail.violate(self.process.name, text, f"p{page}")
+
+    def _check_written(self, pages: Sequence[int], why: str) -> None:
+        pid, writers = self.process.identity.pid, self.truth.writers
+        for page in pages:
+            if writers[pid, page]:
+                self.truth.trail.violate(self.process.name, f"page {page} is being written while {why}", f"p{page}")
