@@ -250,8 +250,7 @@ class SettleVoided(Body):
 class LendRequested(Body):
     """A destination asks a source to lend pages by name. `tokens` travel so that a source may prefill on a miss.
 
-    `nonce` is the reader's secret for this key: the grant carries it back, and the release must show it, so that the
-    reader can end a lease whose grant it never saw, and nobody else can.
+    Any run of the source but `source_epoch` refuses. `nonce`, the reader's secret, ends the lease, seen grant or not.
     """
 
     KIND = "lend_requested"
@@ -267,7 +266,6 @@ class LendRequested(Body):
     wait_s: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
     process: ProcessIdentity
     source_epoch: Epoch | None = None
-    """The run of the source that is asked. Another run refuses: whoever asked will not repeat its release to it."""
     transports: tuple[str, ...] = Field(strict=False)
 
 
