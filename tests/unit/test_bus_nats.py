@@ -234,7 +234,7 @@ async def test_an_asset_of_another_shape_is_named_with_field_found_and_expected(
 
 async def test_a_broker_without_the_assets_says_so(connect: Connect) -> None:
     bus = await connect()
-    with pytest.raises(BusError, match="ensure_assets"):
+    with pytest.raises(BusError, match="kvbus init"):
         await bus.store("kv.facts.a", b"x", message_id="x")
     with pytest.raises(BusError, match="stream not found"):
         await bus.history("kv.facts.*")
