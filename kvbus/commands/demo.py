@@ -173,7 +173,6 @@ async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") 
         await steps.cold(ids)
         hold.open()
         outcome = await steps.stage(ids, "b takes the prompt's KV from a")
-        await asyncio.sleep(0)
         if outcome is None or outcome.outcome != "settled":
             shown.faults.append(f"the transfer settles: {outcome.reason if outcome else 'no outcome'}")
             return
