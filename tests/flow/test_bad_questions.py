@@ -130,6 +130,10 @@ async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(
     assert second == first
     assert (await crowd.stats("a"))["leases_held"] == 1
 
+    stranger = await asked(crowd, body.model_copy(update={"nonce": b"x" * 16}))
+    assert isinstance(stranger, LendAnswered)  # the grant would hand it the nonce that ends the lease
+    assert (stranger.status, stranger.grant) == ("refused", b"")
+
     for nonce, held in ((b"x" * 16, 1), (b"n" * 16, 0)):
         released = LeaseReleased(key=body.key, nonce=nonce)
         await crowd.bus.request(TOPICS.command("a", Command.LEASE), crowd.encoded(released, speaker="tester"), wait_s=5)
@@ -143,6 +147,42 @@ async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(
     late = await asked(crowd, body)  # a repeat that was long under way lends nothing
     assert isinstance(late, LendAnswered)
     assert late.status == "refused"
+    await crowd.at_rest("a")
+
+
+@pytest.mark.contract("P4, P6")
+async def test_an_epoch_is_one_process_for_good(crowd: Town) -> None:
+    # Else a second question could name another process, whose death would end what the first one still reads.
+    ids = prompt("one process", 2)
+    await crowd.answer("a", ids, store=True)
+    names = await names_at_source(crowd, ids)
+    reader = question(crowd, ids, names=names, key=key_of_tester("first", epoch=79))
+    first = await asked(crowd, reader)
+    assert isinstance(first, LendAnswered)
+    assert first.status == "granted"
+
+    for other in ({"pid": 1}, {"boot_id": "of another host"}):
+        changed = reader.process.model_copy(update=other)
+        again = await asked(
+            crowd, question(crowd, ids, names=names, key=key_of_tester("second", epoch=79), process=changed)
+        )
+        assert isinstance(again, LendAnswered)
+        assert (again.status, again.failure) == ("refused", "grant_refused")
+        assert "another process before" in again.reason
+
+    released = LeaseReleased(key=reader.key, nonce=reader.nonce)
+    await crowd.bus.request(TOPICS.command("a", Command.LEASE), crowd.encoded(released, speaker="tester"), wait_s=5)
+    await crowd.at_rest("a")
+
+
+@pytest.mark.contract("P18")
+async def test_a_question_for_another_run_of_the_source_lends_nothing(crowd: Town) -> None:
+    ids = prompt("another run", 2)
+    await crowd.answer("a", ids, store=True)
+    epoch = crowd.registered["a"].epoch
+    answer = await asked(crowd, question(crowd, ids, names=await names_at_source(crowd, ids), source_epoch=epoch + 1))
+    assert isinstance(answer, LendAnswered)
+    assert (answer.status, answer.failure) == ("refused", "peer_lost")
     await crowd.at_rest("a")
 
 

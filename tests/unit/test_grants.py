@@ -128,6 +128,7 @@ def test_a_grant_too_long_for_one_answer_is_not_sealed() -> None:
         ({"pool": pool(page_bytes=4001)}, "expected 4000"),
         ({"pool": pool(page_stride=100)}, "stride 100 is shorter"),
         ({"pool": pool(base=(1 << 63) - 1)}, "wraps"),
+        ({"pool": pool(base=0)}, "no address"),
         ({"pool": pool(generations_offset=4000)}, "overlaps the pages"),
         ({"pool": pool(pages_offset=8192)}, "do not fit the pool"),
         ({"pool": pool(page_count=11)}, "do not fit the pool"),
