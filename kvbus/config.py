@@ -59,8 +59,6 @@ class WorkerSettings(BaseModel):
     limits: TransferLimits = TransferLimits()
     parent_pid: Annotated[int, Field(ge=0)] = 0
     """The process that started this worker for its own ends; when it has ended, the worker stops. 0: nobody."""
-    make_assets: bool = False
-    """Create streams and buckets at start; for embedded brokers. Elsewhere an operator creates them once."""
 
     @field_validator("instance", "member")
     @classmethod

@@ -5,7 +5,6 @@ every descriptor before it posts anything: who lends, to whom, which lease, whic
 generation. A grant is bound to one reader key and signed with the lending member's key (Ed25519).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -176,9 +175,3 @@ def _pages_refusal(grant: Grant, names_asked: int) -> str | None:
     if any(counter % 2 or not counter for counter in counters):
         return "a granted page is not sealed (its generation counter is odd or zero)"
     return None
-
-
-def transports_of(grant: Grant) -> Mapping[str, Part]:
-    """Return the ways to reach the pool that this grant offers, by name."""
-    offers = {"ucx": grant.ucx, "memory": grant.memory}
-    return {name: offer for name, offer in offers.items() if offer is not None}

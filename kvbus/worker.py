@@ -121,8 +121,6 @@ class Worker:
         """Run until `stop`; ConfigError or BusError where it cannot start, and nothing is left behind then."""
         with WorkerLock(self.settings):
             topics = Topics(self.settings.prefix)
-            if self.settings.make_assets:
-                await self.bus.ensure_assets()
             await require_alone(self.bus, self.settings.instance, self.settings.member)
             epoch = await next_epoch(self.bus, self.settings.instance, self.settings.member)
             base = self._make_base(topics, epoch)

@@ -3,17 +3,13 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from kvbus.engines.model_cache import default_folder, is_ready
+from tests.absent import absent
 
 
 def smollm2_folder() -> Path:
     """Return the model's folder in the cache."""
     folder = default_folder(os.environ)
     if not is_ready(folder):
-        missing = "SmolLM2 is not in the model cache; run scripts/get_model"
-        if os.environ.get("CI"):
-            pytest.fail(missing)
-        pytest.skip(missing)
+        absent("SmolLM2 is not in the model cache; run scripts/get_model")
     return folder

@@ -60,7 +60,6 @@ class Shown:
     stage_s: float = 0.0
     cold: tuple[int, ...] = ()
     staged: tuple[int, ...] = ()
-    staged_text: str = ""
     poisoned: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
     transfer: str = ""
@@ -263,7 +262,6 @@ class _Steps:
             answer = await self._answer(self.taker, ids)
         self.shown.expect(answer.end.cached_tokens > 0, "the staged run reuses the pages")
         self.shown.ttft_staged_s, self.shown.staged = answer.ttft_s, answer.end.tokens
-        self.shown.staged_text = answer.end.text
         self.screen.print(f"staged: first token after [bold]{answer.ttft_s:.3f} s[/]")
 
     async def poison(self, ids: tuple[int, ...]) -> None:

@@ -43,7 +43,7 @@ def require_clean(result: SimResult, transfers: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, FRESH_SEED], ids=["1", "2", "fresh"])
 def test_three_hundred_transfers_break_no_promise_while_everything_goes_wrong(seed: int) -> None:
-    # contract 1, 2, 3, 4, 5, 6, 8, 9, 11, 42, 44, 45, 46, 54; P1, P2, P3, P4, P6, P9, P16, P17, P18, P21, P22, P26
+    # contract 1, 2, 3, 4, 5, 8, 9, 46; P4, P6, P18: those for which a planted fault was seen to break it here
     print(f"seed {seed}")  # noqa: T201 - a failure shows it
     result = World(SimSettings(seed=seed, transfers=300)).run()
     require_clean(result, 300)

@@ -10,11 +10,9 @@ from kvbus.grants import (
     Expected,
     Grant,
     LenderKey,
-    MemoryAccess,
     PoolGeometry,
     UcxAccess,
     refusal,
-    transports_of,
     unseal,
 )
 
@@ -148,9 +146,3 @@ def test_what_does_not_fit_is_refused_with_its_reason(changes: dict[str, object]
 
 def test_a_shorter_grant_is_a_prefix_and_fits() -> None:
     assert refusal(grant(pages=column((3,), 4), counters=column((2,), 8)), EXPECTED) is None
-
-
-def test_a_grant_offers_the_ways_that_it_names() -> None:
-    assert set(transports_of(grant())) == {"ucx"}
-    both = grant(memory=MemoryAccess(process=PROCESS, fd=5))
-    assert set(transports_of(both)) == {"ucx", "memory"}
