@@ -10,7 +10,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import nats.errors
@@ -20,23 +23,24 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus import bus_guards as guards
+from kvbus.bus_access import Access, Denials, DeniedError, TlsFiles, denied
 from kvbus.bus_assets import AssetLimits, Assets, WorkLimits
-from kvbus.bus_guards import CONNECT_BUDGET_S, Credentials, Tally, within
+from kvbus.bus_guards import CONNECT_BUDGET_S, Crew, Tally, within
 from kvbus.bus_jetstream import CALL_S, Fetched, JetStream
 from kvbus.bus_link import RETRY_MAX_S, RETRY_MIN_S, Link, RunningSubscription
+from kvbus.bus_streams import StreamCalls
 from kvbus.errors import BusError
+from kvbus.permissions import INBOX, User
 from kvbus.topics import Topics
 from kvbus.transport import (
     BusHealth,
     Delivery,
-    Entry,
     Handler,
     NoAnswer,
     NotStored,
     Responder,
     Stored,
     Subscription,
-    Work,
 )
 
 _log = logging.getLogger(__name__)
@@ -59,25 +63,26 @@ class _Route:
     subject: str
     on_message: Callable[[Msg], Awaitable[None]]
     active: NatsSubscription | None = None
+    deaf: bool = False  # denied by the broker
 
 
-class NatsBus:
+class NatsBus(StreamCalls):
     """A bus over one NATS connection; make it with `await NatsBus.connect(url, name=…)`."""
 
     def __init__(
-        self, url: str, name: str, credentials: Credentials, *, topics: Topics, limits: AssetLimits, work: WorkLimits
+        self, url: str, name: str, access: Access, *, topics: Topics, limits: AssetLimits, work: WorkLimits
     ) -> None:
         self._url = url
         self._name = name
-        self._credentials = credentials
+        self._access = access
+        self._denials = Denials()
         self._prefix = topics.prefix
         self._tally = Tally(_log)
-        self._link: Link[NatsClient] = Link(guards.shown(url), self._tally, self._open)
+        self._link: Link[NatsClient] = Link(guards.shown(url), self._tally, self._open, self._mend)
         self._streams = JetStream(self, Assets(topics, limits), work, self._tally)
         self._routes: list[_Route] = []
         self._inboxes: dict[tuple[str, str], NatsSubscription] = {}
-        self._answering: set[asyncio.Task[None]] = set()
-        self._answer_places = asyncio.Semaphore(_ANSWERS_MAX)
+        self._answering = Crew(_ANSWERS_MAX)
 
     @classmethod
     async def connect(
@@ -88,14 +93,16 @@ class NatsBus:
         token: str | None = None,
         user: str | None = None,
         password: str | None = None,
+        credentials: Path | None = None,
+        tls: TlsFiles | None = None,
         topics: Topics | None = None,
         limits: AssetLimits | None = None,
         work: WorkLimits | None = None,
     ) -> "NatsBus":
         """Return a connected bus, kept through any outage; BusError or ConfigError (old server) within ten seconds."""
-        credentials = Credentials(token or None, user, password)
+        access = Access.of(token or None, user, password, credentials, tls)
         limits = limits or AssetLimits()
-        bus = cls(url, name, credentials, topics=topics or Topics(), limits=limits, work=work or WorkLimits())
+        bus = cls(url, name, access, topics=topics or Topics(), limits=limits, work=work or WorkLimits())
         await bus._link.start()
         return bus
 
@@ -106,14 +113,16 @@ class NatsBus:
         self._check(subject, data)
         await self.tell(subject, data)
 
-    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0) -> Stored | NotStored:
-        """Send into the subject's stream and await the ack; repeats of a message id are stored once.
+    async def store(
+        self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0, after: int | None = None
+    ) -> Stored | NotStored:
+        """Send into the subject's stream and await the ack; a message id, with the same `after`, is stored once.
 
         A lost ack is asked for again within the wait, with the same id. BusError when the wait ends without one: the
-        message may be stored or not, so call again with the same id.
+        message may be stored or not, so call again with the same id and the same `after`.
         """
-        self._check(subject, data, {"Nats-Msg-Id": message_id})
-        return await self._streams.store(subject, data, message_id, wait_s)
+        self._check(subject, data, guards.store_headers(message_id, after))
+        return await self._streams.store(subject, data, message_id, wait_s, after)
 
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
         """Ask and await one answer."""
@@ -146,63 +155,19 @@ class NatsBus:
         """
 
         async def on_message(message: Msg) -> None:
-            await self._answer_places.acquire()
-            task = asyncio.create_task(self._answer(message, responder))
-            self._answering.add(task)
-            task.add_done_callback(self._answered)
+            await self._answering.begin(partial(self._answer, message, responder))
 
         return await self._add_route(_Route(subject, on_message))
 
     async def _answer(self, message: Msg, responder: Responder) -> None:
         try:
             answer = await responder(_delivery(message))
-            if message.reply:
+            # Whoever asks chooses where the answer goes, and could send it where only this instance may speak.
+            if message.reply.startswith(f"{INBOX}."):
                 self._check(message.reply, answer)
                 await self.tell(message.reply, answer)
         except Exception as error:
-            self._tally.complain("responder_raised", f"{message.subject}: {error!r}")
-
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._answering.discard(task)
-        self._answer_places.release()
-
-    # ------------------------------------------------------------------------------ streams, work queue, buckets
-
-    async def take_work(self, subject_filter: str, *, consumer: str, most: int, wait_s: float) -> Sequence[Work]:
-        """Take up to `most` requests from the work queue; empty when none came within the wait, outages included."""
-        return await self._streams.take_work(subject_filter, consumer, most, wait_s)
-
-    async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
-        """Read stored messages of a facts or settle subject or filter, oldest first, from after a stream sequence.
-
-        Fewer than `most` means that the end was reached; whatever keeps it from knowing that is a BusError.
-        """
-        return await self._streams.history(subject_filter, after_sequence, most)
-
-    async def get(self, bucket: str, key: str) -> Entry | None:
-        """Return a bucket's value, or None where there is none (or it expired)."""
-        return await self._streams.get(bucket, key)
-
-    async def put(self, bucket: str, key: str, value: bytes) -> None:
-        """Store a value whatever stands there; it lives as long as the bucket's time to live says."""
-        self._check(f"{self._prefix}.bucket", value)
-        await self._streams.put(bucket, key, value)
-
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
-        """Store only if the key's revision is still this one (0: does not exist); True if it was stored.
-
-        After a BusError it may or may not have been stored: read the key.
-        """
-        self._check(f"{self._prefix}.bucket", value)
-        return await self._streams.compare_and_set(bucket, key, value, revision)
-
-    async def keys(self, bucket: str) -> Sequence[str]:
-        """Return the bucket's keys, sorted."""
-        return await self._streams.keys(bucket)
-
-    async def ensure_assets(self) -> None:
-        """Create missing streams and buckets; ConfigError where an existing one has another shape. Deletes nothing."""
-        await self._streams.ensure_assets()
+            self._tally.complain("responder_raised", f"{message.subject}: {type(error).__name__}: {error}")
 
     # ---------------------------------------------------------------------------------- the door for JetStream
 
@@ -227,23 +192,26 @@ class NatsBus:
         inbox = await self._inbox(stream, consumer)
         pull = json.dumps({"batch": most, "expires": int(wait_s * 1e9)}).encode()
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        await self._call(self._link.client.publish(subject, pull, reply=inbox.subject))
         fetched: list[Fetched] = []
-        while len(fetched) < most:
-            try:
-                message = await self._wait(inbox.next_msg(timeout=wait_s + 1), wait_s + 2)
-            except TimeoutError:
-                await self.leave(stream, consumer)  # the pull is lost, or its answer will come late: to nobody
+        with self._denials.of("publish", subject) as refused:
+            await self._call(self._link.client.publish(subject, pull, reply=inbox.subject))
+            while len(fetched) < most:
+                try:
+                    message = await self._wait(inbox.next_msg(timeout=wait_s + 1), wait_s + 2, refused)
+                except TimeoutError:
+                    await self.leave(stream, consumer)  # the pull is lost, or its answer will come late: to nobody
+                    break
+                except asyncio.CancelledError:
+                    await self.leave(stream, consumer)  # what still comes is offered again to whoever asks next
+                    raise
+                if (status := (message.headers or {}).get("Status")) is None:
+                    fetched.append(_fetched(message))
+                    continue
+                if not fetched and status not in _PULL_ENDED:
+                    raise BusError("the broker ended a pull", consumer=consumer, status=status)
                 break
-            except asyncio.CancelledError:
-                await self.leave(stream, consumer)  # what still comes is offered again to whoever asks next
-                raise
-            if (status := (message.headers or {}).get("Status")) is None:
-                fetched.append(_fetched(message))
-                continue
-            if not fetched and status not in _PULL_ENDED:
-                raise BusError("the broker ended a pull", consumer=consumer, status=status)
-            break
+            if refused.done():
+                raise denied("publish", subject)
         if not fetched:
             raise TimeoutError
         return fetched
@@ -263,7 +231,13 @@ class NatsBus:
 
     async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None, wait_s: float) -> Msg:
         call = self._link.client.request(subject, data, timeout=wait_s, headers=dict(headers) if headers else None)
-        return await self._wait(call, wait_s + 1)
+        with self._denials.of("publish", subject) as refused:
+            try:
+                return await self._wait(call, wait_s + 1, refused)
+            except TimeoutError:
+                if refused.done():
+                    raise denied("publish", subject) from None
+                raise
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:
@@ -271,9 +245,9 @@ class NatsBus:
         except TimeoutError as error:
             raise BusError("the client did not come back in time; call again", broker=self._link.where) from error
 
-    async def _wait(self, call: Awaitable[T], budget_s: float) -> T:
+    async def _wait(self, call: Awaitable[T], budget_s: float, in_vain: "asyncio.Future[None] | None" = None) -> T:
         try:
-            return await within(call, budget_s)
+            return await within(call, budget_s, in_vain)
         except (TimeoutError, nats.errors.NoRespondersError):
             raise
         except (nats.errors.Error, OSError) as error:
@@ -285,16 +259,18 @@ class NatsBus:
 
     # --------------------------------------------------------------------------------- connection, subscriptions
 
+    @property
+    def user(self) -> User | None:
+        """Whose credential this is, where it says so."""
+        return self._access.credential.user if self._access.credential else None
+
     def health(self) -> BusHealth:
         """Say whether a message could be sent now, to which server, and what went wrong so far."""
         return BusHealth(self._link.connected, self._link.where, self._tally.counters())
 
     async def close(self) -> None:
         """Flush, stop subscriptions, disconnect; bounded, repeatable."""
-        if self._answering and self._link.connected:
-            await asyncio.wait(self._answering, timeout=_DRAIN_S)
-        for task in tuple(self._answering):
-            task.cancel()
+        await self._answering.end(_DRAIN_S if self._link.connected else 0.0)
         self._link.closing = True  # refuses new calls; `connected` is false from here on
         for inbox in self._inboxes.values():
             while inbox.pending_msgs:
@@ -306,6 +282,9 @@ class NatsBus:
         self._routes.append(route)  # first: a client that is replaced meanwhile takes the route along
         try:
             await self._attach(self._link.client, route)
+        except DeniedError:
+            await self._drop_route(route)  # the client would ask for it again at each reconnect
+            raise
         except BaseException:
             self._routes.remove(route)
             raise
@@ -318,8 +297,12 @@ class NatsBus:
             pending_msgs_limit=_QUEUED_MAX,
             pending_bytes_limit=_QUEUED_MAX_BYTES,
         )
-        route.active = await self._call(subscribing)
-        await self._call(client.flush())  # until then the server may not know of it
+        with self._denials.of("subscription", route.subject) as refused:
+            route.deaf = False
+            route.active = await self._call(subscribing)
+            await self._call(client.flush())  # until then the server may not know of it
+            if refused.done():
+                raise denied("subscription", route.subject)
 
     async def _drop_route(self, route: _Route) -> None:
         if route in self._routes:
@@ -327,6 +310,14 @@ class NatsBus:
         active, route.active = route.active, None
         if active is not None and self._link.connected:
             await self._call(active.unsubscribe())
+
+    async def _mend(self) -> None:
+        """Ask again for what was denied: a right that comes back must not wait for the next reconnect."""
+        for route in [route for route in self._routes if route.deaf]:
+            with suppress(BusError):
+                if route.active is not None:
+                    await self._call(route.active.unsubscribe())
+                await self._attach(self._link.client, route)
 
     async def _open(self) -> NatsClient:
         client = NatsClient()
@@ -336,8 +327,14 @@ class NatsBus:
 
         async def on_error(error: Exception) -> None:
             last[:] = [error]
+            if (what := self._denials.heard(error)) is not None:
+                self._tally.complain(f"denied_{what[0]}", error)
+                for route in self._routes:  # also one that was heard until now: rights change while we are connected
+                    route.deaf |= what == ("subscription", route.subject.lower())
+                return
             if "authorization" in str(error).lower():
                 refused.set()
+                error = guards.refused(self._link.where, error)
             if not opening:  # until then the last error tells the story
                 await self._link.on_error(error)
 
@@ -348,7 +345,8 @@ class NatsBus:
             guards.check_version((version.major, version.minor), self._link.where)
             self._inboxes.clear()
             for route in tuple(self._routes):
-                await self._attach(client, route)
+                with suppress(DeniedError):  # a right that was taken away; the others still stand
+                    await self._attach(client, route)
         except BaseException as error:
             await self._link.retire(client, drain=False)
             if isinstance(error, TimeoutError | nats.errors.Error | OSError):
@@ -380,9 +378,7 @@ class NatsBus:
             pending_size=_PENDING_MAX_BYTES,
             flush_timeout=_ATTEMPT_S,
             drain_timeout=_DRAIN_S,
-            token=self._credentials.token,
-            user=self._credentials.user,
-            password=self._credentials.password,
+            **self._access.options(),
         )
         # The client would try again for ever with credentials that the server has refused.
         await guards.within_unless(connecting, refused, CONNECT_BUDGET_S)

@@ -90,6 +90,14 @@ class Assets:
                 return stream
         raise ValueError(f"history holds facts and settle subjects, got {subject_filter!r}")
 
+    def stream_of(self, subject: str) -> str:
+        """Return the stream that stores one subject; ValueError for a filter, and for what no stream stores."""
+        if not subject.endswith(("*", ">")):
+            if subject.startswith(self.topics.transfer_filter().removesuffix("*.*")):
+                return self.transfer
+            return self.history_stream(subject)
+        raise ValueError(f"a stored message has one subject, got the filter {subject!r}")
+
     def all(self) -> tuple[Document, ...]:
         """Return every stream and bucket; a bucket is a stream by another name."""
         return (*self.streams(), *self.buckets())
@@ -167,7 +175,7 @@ class Assets:
             "max_bytes": 8 * _MIB,  # some thousand instances at about 1 KiB each
             "max_msg_size": EVENT_LENGTH_MAX_BYTES,
             "allow_direct": True,
-            "allow_rollup_hdrs": True,
+            "allow_rollup_hdrs": False,  # one message with such a header would purge everybody's keys
             "deny_delete": True,
             "num_replicas": self.limits.replicas,
             "metadata": {"kvbus.schema": "1"},
@@ -185,6 +193,15 @@ def drift(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator
             if actual == expected:
                 continue
         yield name, actual, expected
+
+
+def tightened(wanted: Document, found: Document) -> Document | None:
+    """Return an asset's configuration without a door that older versions of kvbus left open, None where it is shut.
+
+    No kvbus has used it, so that it is shut where the asset stands: to make the asset anew would lose what it holds.
+    """
+    door = "allow_rollup_hdrs"
+    return {**found, door: False} if found.get(door) and wanted.get(door) is False else None
 
 
 def work_consumer(name: str, subject_filter: str, limits: WorkLimits) -> Document:

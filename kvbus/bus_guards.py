@@ -9,10 +9,10 @@ import asyncio
 import logging
 import random
 import re
+import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,15 +37,6 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]{1,200}")
 _JITTER = random.SystemRandom()  # not seeded: processes that lost one broker must not come back in step
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """A token, or a user and a password, or nothing; never shown."""
-
-    token: str | None = field(default=None, repr=False)
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-
-
 def check_version(found: tuple[int, int], where: str) -> None:
     """Raise ConfigError where the server is older than the floor."""
     if found < SERVER_FLOOR:
@@ -60,8 +51,11 @@ def check_version(found: tuple[int, int], where: str) -> None:
 def unreachable(where: str, error: BaseException, *, credentials: bool) -> BusError:
     """Return what to tell a person whose broker does not answer, or refused the credentials."""
     if credentials:
+        return refused(where, error)
+    if isinstance(error, ssl.SSLError) or "ssl" in str(error):
         return BusError(
-            "the broker refused these credentials: give the token or user that it was started with",
+            "no TLS with this broker: give the authority that signed its certificate with --tls-ca, and --tls-cert "
+            "and --tls-key where it asks for yours; none of them where it speaks without TLS",
             broker=where,
             reason=str(error),
         )
@@ -70,6 +64,15 @@ def unreachable(where: str, error: BaseException, *, credentials: bool) -> BusEr
         broker=where,
         tried=f"connecting for {CONNECT_BUDGET_S:g} s",
         reason=repr(error),
+    )
+
+
+def refused(where: str, error: BaseException) -> BusError:
+    """Return what to tell a person whose broker does not know who this is, or does not any more."""
+    return BusError(
+        "the broker refused these credentials: give the token, user or --credentials that it knows",
+        broker=where,
+        reason=str(error),
     )
 
 
@@ -100,6 +103,12 @@ def headers_length(headers: Mapping[str, str] | None) -> int:
     return len("NATS/1.0\r\n\r\n") + sum(
         len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items()
     )
+
+
+def store_headers(message_id: str, after: int | None) -> dict[str, str]:
+    """Return the headers of a message for a stream: its id, and the sequence that must be the last on its subject."""
+    fence = {} if after is None else {"Nats-Expected-Last-Subject-Sequence": str(after)}
+    return {"Nats-Msg-Id": message_id, **fence}
 
 
 def limit_for(subject: str, prefix: str) -> int:
@@ -135,8 +144,8 @@ _GIVEN_UP: set["asyncio.Future[Any]"] = set()
 """Calls under way: the loop keeps only weak references to tasks. As many as there are callers, and no more."""
 
 
-async def within(awaitable: Awaitable[T], budget_s: float) -> T:
-    """Await a call of the client with a hard bound; TimeoutError past it.
+async def within(awaitable: Awaitable[T], budget_s: float, in_vain: "asyncio.Future[None] | None" = None) -> T:
+    """Await a call of the client with a hard bound; TimeoutError past it, or once `in_vain` says that no answer comes.
 
     The call itself is never cancelled: the client would later set the result of a cancelled future, and its read loop
     would die of that. A call that is given up runs on by the client's own time limits, and ends at the latest when the
@@ -147,7 +156,8 @@ async def within(awaitable: Awaitable[T], budget_s: float) -> T:
         _GIVEN_UP.add(task)
         task.add_done_callback(_GIVEN_UP.discard)
     task.add_done_callback(_take_note)
-    await asyncio.wait({task}, timeout=budget_s)
+    ends: set[asyncio.Future[Any]] = {task} if in_vain is None else {task, in_vain}
+    await asyncio.wait(ends, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         raise TimeoutError
     if task.cancelled():
@@ -182,6 +192,32 @@ async def within_unless(awaitable: Awaitable[T], hopeless: asyncio.Event, budget
 def _take_note(task: "asyncio.Future[T]") -> None:
     if not task.cancelled():
         task.exception()  # marks it as seen: an abandoned call's late error has nobody left to tell
+
+
+class Crew:
+    """Tasks side by side, so many and no more: who brings one more waits until one has ended."""
+
+    def __init__(self, places: int) -> None:
+        self._places = asyncio.Semaphore(places)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait for a place, then start; `work` must keep what it raises to itself."""
+        await self._places.acquire()
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def end(self, wait_s: float) -> None:
+        """Give those under way so long to end, then cancel them."""
+        if self._tasks and wait_s > 0:
+            await asyncio.wait(self._tasks, timeout=wait_s)
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._places.release()
 
 
 class Tally:

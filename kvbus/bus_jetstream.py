@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvbus.bus_assets import Assets, Document, WorkLimits, drift, history_consumer, work_consumer
-from kvbus.bus_guards import Tally, check_key
+from kvbus.bus_assets import Assets, Document, WorkLimits, drift, history_consumer, tightened, work_consumer
+from kvbus.bus_guards import Tally, check_key, store_headers
 from kvbus.errors import BusError, ConfigError
 from kvbus.transport import Delivery, Entry, NotStored, Stored, Work
 
@@ -85,11 +85,13 @@ class JetStream:
         self._consumers_made: set[str] = set()
         self._taking: dict[str, asyncio.Lock] = {}
 
-    async def store(self, subject: str, data: bytes, message_id: str, wait_s: float) -> Stored | NotStored:
+    async def store(
+        self, subject: str, data: bytes, message_id: str, wait_s: float, after: int | None
+    ) -> Stored | NotStored:
         """Store and await the ack; asks again with the same id while the wait lasts."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + wait_s
-        headers = {"Nats-Msg-Id": message_id}
+        headers = store_headers(message_id, after)
         while (left_s := ends_at - loop.time()) > 0:
             try:
                 answer = await self._ask(subject, data, headers, min(left_s, FETCH_S))
@@ -99,9 +101,22 @@ class JetStream:
             except RefusedError as error:
                 if error.code == _REFUSED_BY_STREAM:
                     return NotStored("pending" if "per subject" in error.reason else "full")
+                if error.code in _WRONG_LAST_SEQUENCE and after is not None:
+                    return await self._own(subject, message_id, after) or NotStored("moved")
                 raise
             return Stored(cast("int", answer["seq"]), bool(answer.get("duplicate")))
         raise BusError("the broker did not confirm in time; store again with the same id", subject=subject)
+
+    async def _own(self, subject: str, message_id: str, after: int) -> Stored | None:
+        """Return where our own message stands, if it is the one that followed.
+
+        Asked again after a lost ack, a broker with several replicas says "duplicate", one with a single replica that
+        the subject has moved: by our own message, which is no refusal.
+        """
+        message = await self._message(self._assets.stream_of(subject), {"seq": after + 1, "next_by_subj": subject})
+        if message is None or _message_id(message) != message_id:
+            return None
+        return Stored(cast("int", message["seq"]), duplicate=True)
 
     # ------------------------------------------------------------------------------------------------ work queue
 
@@ -163,6 +178,19 @@ class JetStream:
             await self._forget_history(stream, name)
         return deliveries
 
+    async def last(self, subject: str) -> Delivery | None:
+        """Read from the stream's leader, never from a replica that lags: a fence stands on it."""
+        message = await self._message(self._assets.stream_of(subject), {"last_by_subj": subject})
+        return None if message is None else Delivery(subject, _data(message), cast("int", message["seq"]))
+
+    async def _message(self, stream: str, which: Document) -> Document | None:
+        try:
+            return cast("Document", (await self._api(f"STREAM.MSG.GET.{stream}", which))["message"])
+        except RefusedError as error:
+            if error.code == _NO_MESSAGE:
+                return None
+            raise
+
     async def _forget_history(self, stream: str, name: str) -> None:
         try:
             await self._door.leave(stream, name)
@@ -175,15 +203,8 @@ class JetStream:
     async def get(self, bucket: str, key: str) -> Entry | None:
         """Read from the stream's leader, never from a replica that lags: a compare-and-set stands on it."""
         stream, subject = self._key_subject(bucket, key)
-        try:
-            answer = await self._api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
-        except RefusedError as error:
-            if error.code == _NO_MESSAGE:
-                return None
-            raise
-        message = cast("dict[str, object]", answer["message"])
-        value = base64.b64decode(cast("str", message.get("data") or ""))
-        return Entry(key, value, cast("int", message["seq"]))
+        message = await self._message(stream, {"last_by_subj": subject})
+        return None if message is None else Entry(key, _data(message), cast("int", message["seq"]))
 
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store whatever stands there."""
@@ -226,6 +247,8 @@ class JetStream:
                 if error.code != _NO_STREAM:
                     raise
                 answer = await self._create(name, wanted)
+            if closed := tightened(wanted, cast("Document", answer["config"])):
+                answer = await self._api(f"STREAM.UPDATE.{name}", closed)
             for field, found, expected in drift(wanted, cast("Document", answer["config"])):
                 raise ConfigError(
                     "an asset in the broker has another shape; use another prefix, or remove it if nobody needs it",
@@ -307,3 +330,13 @@ class TakenWork:
         except TimeoutError as error:
             raise BusError("the broker did not confirm the ack in time", subject=self.delivery.subject) from error
         self._ended = True
+
+
+def _data(message: Document) -> bytes:
+    return base64.b64decode(cast("str", message.get("data") or ""))
+
+
+def _message_id(message: Document) -> str:
+    """Return the id in a stored message's headers, empty where it has none."""
+    lines = base64.b64decode(cast("str", message.get("hdrs") or "")).decode(errors="replace").split("\r\n")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Nats-Msg-Id:")), "")

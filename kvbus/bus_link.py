@@ -2,8 +2,8 @@
 
 The client reconnects by itself after an ordinary loss. Some errors on a live connection (authorization expired, a
 message over the broker's limit) close it for good although it was told to reconnect without end; then, and when it has
-stayed away for long, the link builds a new client. It knows no client's library: whoever makes the link brings the
-function that opens one, subscriptions included.
+stayed away for long, the link builds a new client. While one lives, the bus looks each second what there is to mend.
+The link knows no client's library: whoever makes it brings the function that opens one, subscriptions included.
 """
 
 import asyncio
@@ -51,11 +51,18 @@ C = TypeVar("C", bound=Client)
 class Link(Generic[C]):
     """Holds the current client and replaces it where needed; its `on_…` methods never raise and never wait."""
 
-    def __init__(self, where: str, tally: Tally, open_client: Callable[[], Awaitable[C]]) -> None:
+    def __init__(
+        self,
+        where: str,
+        tally: Tally,
+        open_client: Callable[[], Awaitable[C]],
+        mend: Callable[[], Awaitable[None]],
+    ) -> None:
         self.where = where
         self.closing = False
         self._tally = tally
         self._open_client = open_client
+        self._mend = mend
         self._client: C | None = None
         self._lost = asyncio.Event()
         self._away_since: float | None = None
@@ -115,6 +122,8 @@ class Link(Generic[C]):
             self._lost.clear()
             if self._is_lost():
                 await self._replace()
+            elif self.connected:
+                await self._mend()
 
     def _is_lost(self) -> bool:
         if self._client is None or self._client.is_closed:

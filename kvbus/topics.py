@@ -1,8 +1,8 @@
 """Every subject on the bus: built here, parsed here, and nowhere else.
 
-A subject is `<prefix>.<family>.<instance or requester>[.<last token>]`. Names are escaped so that one encoding is legal
-in subjects, in key-value keys and in consumer names: `[A-Za-z0-9_-]` stay, every other byte becomes `=XX`. The broker
-would accept a publish to `kv..b` or `kv.*` without a word; the builders here cannot make one.
+A subject is `<prefix>.<family>.<instance or requester>[.<verb or hash>[.<member>]]`. Names are escaped so that one
+encoding is legal in subjects, in key-value keys and in consumer names: `[A-Za-z0-9_-]` stay, every other byte becomes
+`=XX`. The broker would accept a publish to `kv..b` or `kv.*` without a word; the builders here cannot make one.
 """
 
 import re
@@ -32,13 +32,15 @@ class Family(StrEnum):
     LIVE_SETTLE = "live.settle"
     RESULT = "result"
     HEARTBEAT = "hb"
+    SHARES = "shares"
 
 
 class Command(StrEnum):
-    """Verbs that an instance answers by request-reply and that change something."""
+    """Verbs that an instance answers by request-reply and that are steps of a change; some go to one member of it."""
 
     TRANSFER = "transfer"
     LEASE = "lease"
+    PLAN = "plan"
     CANCEL = "cancel"
     DRAIN = "drain"
 
@@ -53,11 +55,15 @@ class Query(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A parsed subject; `name` is the unescaped instance or requester, `last` the verb or request hash, or empty."""
+    """A parsed subject; `name` is the unescaped instance or requester, `last` the verb or request hash, or empty.
+
+    `member` is the one member that a command is for; empty where the whole instance may answer.
+    """
 
     family: Family
     name: str
     last: str = ""
+    member: str = ""
 
 
 @lru_cache(maxsize=4_096)  # the names of a large cluster; each event that is encoded or decoded asks for some
@@ -115,9 +121,9 @@ class Topics:
         """What a destination consumes; with no destination, what the stream stores."""
         return self._filter(Family.TRANSFER, destination, depth=2)
 
-    def command(self, instance: str, verb: Command) -> str:
-        """Where an instance answers one command."""
-        return self._build(Family.COMMAND, instance, verb.value)
+    def command(self, instance: str, verb: Command, member: str = "") -> str:
+        """Where an instance answers one command; with a member, where that member of it does."""
+        return self._build(Family.COMMAND, instance, verb.value, *([escape(member)] if member else []))
 
     def query(self, instance: str, verb: Query) -> str:
         """Where an instance answers one query."""
@@ -128,7 +134,7 @@ class Topics:
         return self._build(Family.FACTS, instance)
 
     def settle(self, instance: str) -> str:
-        """Where the one log of an instance's transfers is kept: open, settle, void, cancel."""
+        """Where the one log of an instance's transfers is kept: term, open, settle, visible, void, cancel."""
         return self._build(Family.SETTLE, instance)
 
     def live_facts(self, instance: str | None = None) -> str:
@@ -147,6 +153,10 @@ class Topics:
         """Where an instance says each second that it lives; with no instance, a filter for all."""
         return self._name_or_filter(Family.HEARTBEAT, instance)
 
+    def shares(self, instance: str) -> str:
+        """Where the members of an instance tell each other what they hold of its transfers."""
+        return self._build(Family.SHARES, instance)
+
     def facts_filter(self) -> str:
         """What the facts stream stores."""
         return self._filter(Family.FACTS, None)
@@ -164,12 +174,13 @@ class Topics:
         raise PeerError("subject belongs to no known family", subject=subject[:200])
 
     def _parse_tail(self, subject: str, family: Family, tail: list[str]) -> Subject:
-        allowed = _LAST_TOKENS.get(family)
-        if len(tail) != (1 if allowed is None else 2):
+        fewest, most, allowed = _TAILS.get(family, _NAME_ONLY)
+        if not fewest <= len(tail) <= most:
             raise PeerError("subject has the wrong number of tokens", subject=subject[:200])
-        if allowed is not None and not allowed.fullmatch(tail[1]):
-            raise PeerError("subject ends in an unknown token", subject=subject[:200])
-        return Subject(family, unescape(tail[0]), tail[1] if allowed is not None else "")
+        if len(tail) > 1 and not allowed.fullmatch(tail[1]):
+            raise PeerError("subject has an unknown verb or hash", subject=subject[:200])
+        members = [unescape(token) for token in tail[2:]]
+        return Subject(family, unescape(tail[0]), *tail[1:2], *members)
 
     def _build(self, family: Family, name: str, *last: str) -> str:
         return ".".join((self.prefix, family.value, escape(name), *last))
@@ -182,8 +193,10 @@ class Topics:
         return ".".join((self.prefix, family.value, *tokens))
 
 
-_LAST_TOKENS: dict[Family, re.Pattern[str]] = {
-    Family.TRANSFER: REQUEST_HASH_PATTERN,
-    Family.COMMAND: re.compile("|".join(verb.value for verb in Command)),
-    Family.QUERY: re.compile("|".join(verb.value for verb in Query)),
+_NAME_ONLY = (1, 1, re.compile(r"(?!)"))
+_TAILS: dict[Family, tuple[int, int, re.Pattern[str]]] = {
+    Family.TRANSFER: (2, 2, REQUEST_HASH_PATTERN),
+    Family.COMMAND: (2, 3, re.compile("|".join(verb.value for verb in Command))),
+    Family.QUERY: (2, 2, re.compile("|".join(verb.value for verb in Query))),
 }
+"""What stands after the family: how many tokens, fewest and most, and what the second of them may be."""

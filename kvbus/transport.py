@@ -32,7 +32,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class NotStored:
-    """The stream would not take it: `pending` (that subject already holds a request) or `full` (limit reached)."""
+    """The stream would not take it.
+
+    `pending`: that subject already holds a request. `full`: a limit is reached. `moved`: the last message on that
+    subject is another than the one that was named.
+    """
 
     reason: str
 
@@ -100,8 +104,16 @@ class Bus(Protocol):
     async def publish(self, subject: str, data: bytes) -> None:
         """Send at most once; BusError while there is no connection or where the message is too long."""
 
-    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0) -> Stored | NotStored:
-        """Send into the subject's stream and await the ack; repeats of a message id are stored once."""
+    async def store(
+        self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0, after: int | None = None
+    ) -> Stored | NotStored:
+        """Send into the subject's stream and await the ack; repeats of a message id are stored once.
+
+        With `after`, store only if the last message on this subject has that stream sequence (0: there is none, or it
+        was trimmed), else `NotStored("moved")`. A repeat with the same id and the same `after` is a duplicate, and its
+        sequence the first one's, even where others have followed since. It orders writers; it does not say who they are
+        (P13), and it forgets with the stream (P14).
+        """
 
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
         """Ask and await one answer."""
@@ -117,6 +129,9 @@ class Bus(Protocol):
 
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
         """Read stored messages of a facts or settle subject or filter, oldest first, from after a stream sequence."""
+
+    async def last(self, subject: str) -> Delivery | None:
+        """Return the newest stored message of one facts or settle subject; None where there is none any more."""
 
     async def get(self, bucket: str, key: str) -> Entry | None:
         """Return a bucket's value for a key, or None."""

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvbus.commands.auditing import Audit, Verdict
 from kvbus.commands.auditing import audit as audited
 from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
-from kvbus.commands.leases import LeaseKey
+from kvbus.commands.leases import MEMBER_TICKET, LeaseKey
 from kvbus.commands.lifelines import Out
 from kvbus.commands.recordings import LogTap, Record, read_record
 from kvbus.commands.rendering import printable
@@ -117,6 +117,9 @@ def lines(result: Audit) -> Iterator[str]:
     yield from _more(len(result.reasons), "reason")
     yield from (f"  not proved, as events are missing: {one.text}" for one in result.unproven[:SHOWN_MAX])
     yield from _more(len(result.unproven), "suspicion")
+    for read in result.differing[:SHOWN_MAX]:
+        yield f"  no fault of ownership, but of bytes: {read.event.header.i}, {_where(result, read.event)}: {read.text}"
+    yield from _more(len(result.differing), "such read")
     for out in result.out[:SHOWN_MAX]:
         life = out.life
         pages = f"{life.direction or 'lease'} {counted(len(life.pages), 'page')}"
@@ -149,6 +152,11 @@ def audit_document(result: Audit) -> dict[str, object]:
         "unproven": [_offence(result, offence) for offence in result.unproven[:DOCUMENTED_MAX]],
         "unproven_count": len(result.unproven),
         "out": [_out(result, out) for out in result.out],
+        "differing": [
+            {f"event{name}": value for name, value in _place(result, read.event).items()} | {"text": read.text}
+            for read in result.differing[:DOCUMENTED_MAX]
+        ],
+        "differing_count": len(result.differing),
         "events": result.events,
         "runs": result.runs,
         "leases": result.leases,
@@ -180,7 +188,7 @@ def _place(result: Audit, event: Event | None) -> dict[str, object]:
 
 
 def _lease(key: LeaseKey | None) -> dict[str, object] | None:
-    if key is None:
+    if key is None or key.ticket == MEMBER_TICKET:
         return None
     return {"instance": key.instance, "member": key.member, "epoch": key.epoch, "ticket": key.ticket}
 

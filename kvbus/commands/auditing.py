@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvbus.commands.decided import outranked
+from kvbus.commands.leases import MEMBER_TICKET, LeaseKey
 from kvbus.commands.lifelines import Out, run_of_event
 from kvbus.commands.recordings import LOGS, Record, Stored
 from kvbus.commands.replaying import Replay
-from kvbus.commands.rules import Offence
+from kvbus.commands.rules import Offence, Rule
 from kvbus.commands.trails import in_order
 from kvbus.errors import PeerError
-from kvbus.events import Event, FactsSeen
+from kvbus.events import Event, FactsSeen, OutcomeFixed
+from kvbus.ledger.facts import FailureClass
 from kvbus.topics import Family
 
 REASONS_MAX = 100
@@ -37,6 +40,7 @@ class Audit:
 
     `offences` refute; `unproven` would, were the record whole; `reasons` say why it is not. `places`: where in the logs
     each event stands, by its id. `pending`: it is incomplete only because returns were about to be recorded; read on.
+    `differing`: reads whose bytes were not those of their digests. They break no rule: what differed was not delivered.
     """
 
     verdict: Verdict
@@ -51,6 +55,7 @@ class Audit:
     leases: int
     returned: int
     end_ns: int
+    differing: tuple["Differing", ...] = ()
 
     @property
     def first(self) -> Offence | None:
@@ -68,6 +73,14 @@ def audit(record: Record, *, since_ns: int = 0) -> Audit:
     Never raises for what the record holds. What stands out at the end and is explained does not spoil a clean verdict.
     """
     return _Auditor(record).audit(since_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """A read that brought other bytes than their digests say, and what it says of them."""
+
+    event: Event
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,8 @@ class _Auditor:
         return self._judge(replay, events, since_ns)
 
     def _judge(self, replay: Replay, events: Sequence[Event], since_ns: int) -> Audit:
-        found, out = replay.offences(), tuple(replay.out())
+        found = sorted([*replay.offences(), *self._outranked(events)], key=lambda offence: offence.place)
+        out = tuple(replay.out())
         judged = [one for one in found if one.event.header.t >= since_ns]
         offences = [one for one in judged if one.proved or not self._holes]
         unproven = [one for one in judged if not one.proved and self._holes]
@@ -133,7 +147,21 @@ class _Auditor:
             leases=replay.leases,
             returned=replay.returned,
             end_ns=end_ns,
+            differing=tuple(found for found in map(_differing, events) if found and found.event.header.t >= since_ns),
         )
+
+    def _outranked(self, events: Sequence[Event]) -> Iterator[Offence]:
+        """The settle log's own order tells, not the clocks of those who wrote: whoever was followed decides no more."""
+        log = sorted(
+            (placed for placed in self._placed if placed.stored.family is Family.SETTLE),
+            key=lambda placed: placed.stored.sequence,
+        )
+        places = {event.header.event_id: place for place, event in enumerate(events, start=1)}
+        for event, higher in outranked(placed.event for placed in log):
+            eid, term = event.header.event_id, higher.header.event_id
+            text = f"event {eid} ({event.header.k}) is of a lower term than event {term} (term), behind which it stands"
+            about = LeaseKey.of(event.header, MEMBER_TICKET)
+            yield Offence(places[eid], Rule.TERM, event, text, about, proved=True, other_event=higher)
 
     # -------------------------------------------------------------------------------------------------- is it whole
 
@@ -219,6 +247,13 @@ def _leases_named(event: Event) -> int:
     """At least as many leases as an event can make known."""
     body = event.body
     return body.n + len(body.details) if isinstance(body, FactsSeen) else 1 + len(getattr(body, "members", ()))
+
+
+def _differing(event: Event) -> Differing | None:
+    body = event.body
+    if isinstance(body, OutcomeFixed) and body.failure == FailureClass.PAGE_DIFFERS.name.lower():
+        return Differing(event, body.text)
+    return None
 
 
 def _most(reasons: list[str]) -> list[str]:

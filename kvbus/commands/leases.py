@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from kvbus.errors import PeerError
 from kvbus.events import (
     AttemptMade,
+    CancelDecided,
     Event,
     FactsSeen,
     Header,
     LeaseGranted,
+    MadeVisible,
     OutcomeFixed,
     SettleDecided,
+    SettleVoided,
+    TermTaken,
     TransferOpened,
     from_column,
 )
@@ -25,6 +29,12 @@ from kvbus.parts import FactDetailRow
 
 MEMBER_TICKET = 0
 """Stands in failures that concern a member's binding, peer or lender rather than one lease; holders count from 1."""
+FIRST_MEMBER = "m0"
+"""What an only member is called unless it is told otherwise; where leases are named it goes without saying."""
+Decision = SettleDecided | MadeVisible | SettleVoided
+"""What is decided of a transfer once it is open, by which leases end."""
+SettleLogBody = TransferOpened | Decision | CancelDecided | TermTaken
+"""What stands in a settle log, as a whole."""
 LEASES_MAX = 100_000
 """Leases remembered at a time, as many as a holder is built for; about 1 KiB each. The oldest is forgotten first."""
 
@@ -39,7 +49,8 @@ class LeaseKey:
     ticket: int
 
     def __str__(self) -> str:
-        return f"T{self.ticket}@{self.instance}"
+        member = "" if self.member == FIRST_MEMBER else f"/{self.member}"
+        return f"T{self.ticket}@{self.instance}{member}"
 
     @classmethod
     def of(cls, header: Header, ticket: int) -> "LeaseKey":
@@ -144,7 +155,7 @@ class LeaseBook:
                 life = self.get(LeaseKey.of(header, body.ticket))
                 life.ended = body
                 return life
-            case TransferOpened() | SettleDecided():
+            case TransferOpened() | SettleDecided() | MadeVisible() | SettleVoided():
                 for key in party_keys(event):
                     if key in self._lives or self._keep_returned or isinstance(body, TransferOpened):
                         self.get(key).transfer = body.transfer
@@ -197,7 +208,7 @@ def why_out(life: LeaseLife, *, later_run: bool, decided: bool) -> str:
         return f"{life.key.instance}/{life.key.member} has run anew since, with an empty pool"
     if bits & Fact.LENDER_STOPPED:
         return "its lender stopped and retains it"
-    if not bits & Fact.ACCESS_ENDED:
+    if not bits & (Fact.ACCESS_ENDED | Fact.FENCED):
         return "no evidence that access has ended is recorded"
     if life.direction == "write" and not life.is_local and not bits & Fact.SETTLED and not decided:
         return "it waits for the settle decision"
@@ -217,10 +228,11 @@ def fact_lines(facts: FactsSeen) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def party_keys(event: Event) -> Iterator[LeaseKey]:
-    """Yield the lease of each party that a decision names."""
-    if isinstance(event.body, TransferOpened | SettleDecided):
+    """Yield the lease of each party that a decision names; a party that has none, or none yet, is named without one."""
+    if isinstance(event.body, TransferOpened | Decision):
         for member, epoch, _rank, ticket in event.body.members:
-            yield LeaseKey(event.header.i, member, epoch, ticket)
+            if ticket:
+                yield LeaseKey(event.header.i, member, epoch, ticket)
 
 
 def readable_column(data: bytes, *, wide: bool) -> tuple[int, ...]:

@@ -5,9 +5,18 @@ is `proved` where no event that may be missing could explain it; the others coun
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from kvbus.commands.leases import LeaseBook, LeaseKey, fact_lines, party_keys, why_out
+from kvbus.commands.decided import Chains, Decided
+from kvbus.commands.leases import (
+    MEMBER_TICKET,
+    Decision,
+    LeaseBook,
+    LeaseKey,
+    SettleLogBody,
+    fact_lines,
+    party_keys,
+    why_out,
+)
 from kvbus.commands.lifelines import TRIED, Out, Run, Trail, holes_of, run_of, run_of_event
 from kvbus.commands.pages import PageBook
 from kvbus.commands.rules import Offence, Rule
@@ -17,26 +26,19 @@ from kvbus.events import (
     Event,
     FactsSeen,
     LeaseGranted,
+    MadeVisible,
     OutcomeFixed,
     SettleDecided,
     SettleVoided,
     TransferOpened,
 )
-from kvbus.ledger.facts import EVIDENCE_BITS, RESULT_BITS, Fact, fact_names
+from kvbus.ledger.facts import RESULT_BITS, Fact, fact_names
 
 LINES_MAX = 1_000
 """Lines in one event of a round's batch; an event with fewer is the last of its batch."""
 
+_DECIDES = {"settle": "settles", "visible": "shows", "void": "voids"}
 _RETAINED = int(Fact.RETURN_FAILED | Fact.LENDER_STOPPED)
-
-
-@dataclass(slots=True)
-class _Opened:
-    """One transfer on the settle log."""
-
-    keys: frozenset[LeaseKey]
-    decided: list[Event] = field(default_factory=list)
-    voided: bool = False
 
 
 class Replay:
@@ -51,9 +53,9 @@ class Replay:
         self._pages = PageBook()
         self._trails: dict[LeaseKey, Trail] = {}
         self._batches: dict[Run, int] = {}
-        self._transfers: dict[tuple[str, str], _Opened] = {}
+        self._transfers: dict[tuple[str, str], Decided] = {}
         self._owners: dict[LeaseKey, str] = {}
-        self._chains: dict[tuple[str, int], int] = {}
+        self._chains = Chains()
         self._last_fact: dict[Run, int] = {}
         self._hasty: list[Offence] = []
         self._undecided: list[tuple[Trail, Offence]] = []
@@ -75,8 +77,10 @@ class Replay:
         """Replay one event; each only once, and those of one run of a member in its order."""
         self._place += 1
         self._index.add(event)
-        if not isinstance(event.body, TransferOpened | SettleDecided | SettleVoided):
+        if not isinstance(event.body, SettleLogBody):
             self._last_fact[run_of_event(event)] = event.header.s
+        elif missing := self._chains.missing(event, event.body):
+            self._unread.append(missing)
         match event.body:
             case FactsSeen():
                 self._facts(event, event.body)
@@ -86,13 +90,8 @@ class Replay:
                 self._row(event, event.body)
             case TransferOpened():
                 self._open(event, event.body)
-            case SettleDecided():
-                self._settle(event, event.body)
-            case SettleVoided():
-                self._chain(event, event.body)
-                if opened := self._transfers.get((event.header.i, event.body.transfer)):
-                    opened.voided = True
-                    self._decide(opened, event)
+            case SettleDecided() | MadeVisible() | SettleVoided():
+                self._decision(event, event.body)
             case _:
                 pass
 
@@ -119,7 +118,7 @@ class Replay:
         for trail, offence in self._undecided:
             opened = self._transfers.get((trail.life.key.instance, trail.life.transfer))
             ours = run_of(trail.life.key)
-            if opened is None or all(run_of_event(event) == ours for event in opened.decided):
+            if opened is None or all(run_of_event(event) == ours for event in opened.ends):
                 self._found.append(offence)
         for hasty in self._hasty:  # a log may have been read a little further than the other one
             if hasty.event.header.s < self._last_fact.get(run_of_event(hasty.event), 0):
@@ -168,19 +167,20 @@ class Replay:
             self._offend(Rule.FACTS_STAY, event, f"{key}: {', '.join(fact_names(off))} turned off in event {eid}", key)
         if ((trail.bits | bits) & RESULT_BITS).bit_count() > 1:
             self._offend(Rule.FACTS_STAY, event, f"{key} has two results since event {eid}", key)
+        if bits & ~trail.bits & Fact.FENCED and trail.is_write:
+            self._offend(Rule.FENCED, event, f"{key} is lent for writing, and fenced in event {eid}", key)
         if bits & Fact.RETURNED:
             self._return(trail, event, bits)
         if bits & Fact.ACCESS_ENDED and trail.ended is None:
             trail.ended = event
         trail.bits |= bits
         settled = bits & Fact.SETTLED or not self._awaits_decision(trail)
-        if bits & Fact.ACCESS_ENDED and bits & RESULT_BITS and settled:
+        if trail.may_go_back(bits) and bits & RESULT_BITS and settled:
             self._set_free(trail, event, self._batches.get(run_of_event(event), 0))
 
     def _return(self, trail: Trail, event: Event, bits: int) -> None:
         key, eid = trail.life.key, event.header.event_id
-        kinds = EVIDENCE_BITS if trail.is_write else EVIDENCE_BITS | Fact.FENCED
-        if not bits & Fact.ACCESS_ENDED or not bits & kinds:
+        if not trail.may_go_back(bits):
             text = f"{key} is returned by event {eid}, although access to it is not known to have ended"
             self._offend(Rule.EVIDENCE, event, text, key)
         elif trail.ended is None and (bits & TRIED or trail.life.attempt):
@@ -199,8 +199,9 @@ class Replay:
             self._offend(Rule.SETTLED, event, f"{life.key} is returned by event {eid} unsettled", life.key)
         elif life.transfer and not (bits & Fact.ABANDONED and not bits & Fact.CONSUMED):  # contract 4: no decision
             opened = self._transfers.get((life.key.instance, life.transfer))
-            if opened is None or not opened.decided:
-                text = f"{life.key} is returned by event {eid}, and no decision about {life.transfer} precedes it"
+            if opened is None or not opened.ends:
+                what = "`visible` or `void`" if opened is not None and opened.several else "decision"
+                text = f"{life.key} is returned by event {eid}, and no {what} about {life.transfer} precedes it"
                 offence = Offence(self._place, Rule.SETTLED, event, text, life.key, proved=False)
                 self._undecided.append((trail, offence))
 
@@ -212,7 +213,7 @@ class Replay:
             return f"it is {' and '.join(fact_names(bits & (Fact.FAILED | Fact.ABANDONED)))}"
         if not bits & (Fact.DELIVERED | Fact.CANCELLED):  # a cancelled attempt delivers what arrived whole before
             return "nothing of it was delivered"
-        return "its transfer was voided" if opened is not None and opened.voided else ""
+        return "its transfer was voided" if opened is not None and opened.voided is not None else ""
 
     def _grant(self, event: Event, body: LeaseGranted) -> None:
         key = LeaseKey.of(event.header, body.ticket)
@@ -264,52 +265,58 @@ class Replay:
     # ---------------------------------------------------------------------------------------------------- decisions
 
     def _open(self, event: Event, body: TransferOpened) -> None:
-        self._chain(event, body)
         self._book.note(event)
-        keys = frozenset(party_keys(event))
-        for key in keys:
-            owner = self._owners.setdefault(key, body.transfer)
-            if owner != body.transfer:
-                text = f"{key} belongs to {owner} and, by event {event.header.event_id}, to {body.transfer}"
-                self._offend(Rule.DECIDED, event, text, key)
-        self._transfers.setdefault((event.header.i, body.transfer), _Opened(keys))
+        self._own(event, body.transfer)
+        self._transfers.setdefault((event.header.i, body.transfer), Decided.of(event, body))
 
-    def _settle(self, event: Event, body: SettleDecided) -> None:
-        self._chain(event, body)
-        keys, eid = list(party_keys(event)), event.header.event_id
-        opened = self._transfers.get((event.header.i, body.transfer))
-        for key in keys:
-            trail = self._trails.get(key)
-            if opened is not None and key not in opened.keys:
-                text = f"event {eid} settles {key}, which {body.transfer} never opened"
+    def _own(self, event: Event, transfer: str) -> None:
+        """A lease that is named with a transfer belongs to it, and to no other one."""
+        for key in party_keys(event):
+            owner = self._owners.setdefault(key, transfer)
+            if owner != transfer:
+                text = f"{key} belongs to {owner} and, by event {event.header.event_id}, to {transfer}"
                 self._offend(Rule.DECIDED, event, text, key)
-            elif run_of(key) == run_of_event(event) and not (trail and trail.bits & Fact.ACCESS_ENDED):
+
+    def _decision(self, event: Event, body: Decision) -> None:
+        keys, eid = list(party_keys(event)), event.header.event_id
+        about = keys[0] if keys else LeaseKey.of(event.header, MEMBER_TICKET)
+        opened = self._transfers.get((event.header.i, body.transfer))
+        self._check_parties(event, body, opened)
+        if opened is None:
+            if keys and not isinstance(body, SettleVoided):
+                text = f"event {eid} {_DECIDES[body.KIND]} {body.transfer}, which was never opened"
+                self._offend(Rule.DECIDED, event, text, about, proved=False)
+            return
+        if isinstance(body, MadeVisible) and opened.settled is None:
+            text = f"event {eid} makes {body.transfer} visible, and no `settle` about it precedes it"
+            self._offend(Rule.ONE_END, event, text, about, proved=False)
+        if opened.several:
+            self._book.note(event)
+            self._own(event, body.transfer)
+        if wrong := opened.note(event, body):
+            self._offend(Rule.ONE_END, event, wrong, about, other_event=opened.other_than(event))
+        if not opened.several:
+            self._apply(opened, event)
+
+    def _check_parties(self, event: Event, body: Decision, opened: Decided | None) -> None:
+        eid = event.header.event_id
+        for key in party_keys(event):
+            trail = self._trails.get(key)
+            ended = trail is not None and trail.bits & Fact.ACCESS_ENDED
+            if opened is not None and not opened.has_room_for(key):
+                text = f"event {eid} {_DECIDES[body.KIND]} {key}, which {body.transfer} never opened"
+                self._offend(Rule.DECIDED, event, text, key)
+            elif isinstance(body, SettleDecided) and run_of(key) == run_of_event(event) and not ended:
                 what = "access to which is not known to have ended" if trail else "of which nothing is recorded"
                 text = f"event {eid} settles {key}, {what}"
                 self._hasty.append(Offence(self._place, Rule.DECIDED, event, text, key, proved=False))
-        if opened is not None:
-            self._decide(opened, event)
-        elif keys:
-            text = f"event {eid} settles {body.transfer}, which was never opened"
-            self._offend(Rule.DECIDED, event, text, keys[0], proved=False)
 
-    def _decide(self, opened: _Opened, event: Event) -> None:
-        """A member applies its own decision at once, before its next batch; that of another when it hears of it."""
-        opened.decided.append(event)
+    def _apply(self, opened: Decided, event: Event) -> None:
+        """A member that agrees with itself applies its own decision at once, before its next batch."""
         for key in opened.keys:
             trail = self._trails.get(key)
             if trail is not None and run_of(key) == run_of_event(event) and trail.bits & Fact.ACCESS_ENDED:
                 self._set_free(trail, event, self._batches.get(run_of_event(event), 0) - 1)
-
-    def _chain(self, event: Event, body: TransferOpened | SettleDecided | SettleVoided) -> None:
-        """Decisions of one term count up by one; a successor's first goes on from the last of the term before."""
-        chain, before = (event.header.i, body.term), body.previous.partition(".")[0]
-        last = self._chains.get(chain, 0)
-        takes_over = not last and before not in {"", f"{body.term}"}
-        if body.n > last + 1 and not takes_over:
-            missing = f"{last + 1}" if body.n == last + 2 else f"{last + 1} to {body.n - 1}"
-            self._unread.append(f"decision {missing} of {event.header.i}, term {body.term}, is not recorded")
-        self._chains[chain] = max(body.n, last)
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -320,12 +327,12 @@ class Replay:
         return trail
 
     def _awaits_decision(self, trail: Trail) -> bool:
-        """Whether its transfer is open still; a decision that another member made counts when this one applies it."""
+        """Whether its transfer is open still; what several members decided counts when this one says `settled`."""
         life = trail.life
         opened = self._transfers.get((life.key.instance, life.transfer))
-        if opened is None:
+        if opened is None or opened.several:
             return trail.is_write and not life.is_local
-        return life.key in opened.keys and all(run_of_event(event) != run_of(life.key) for event in opened.decided)
+        return life.key in opened.keys and all(run_of_event(event) != run_of(life.key) for event in opened.ends)
 
     def _set_free(self, trail: Trail, event: Event, batch: int) -> None:
         if trail.free is None and trail.returned is None:
@@ -346,7 +353,7 @@ class Replay:
         life = trail.life
         gone = self._index.later_run(life.key)
         opened = self._transfers.get((life.key.instance, life.transfer))
-        decided = opened is not None and life.key in opened.keys and bool(opened.decided)
+        decided = opened is not None and life.key in opened.keys and bool(opened.ends)
         why = why_out(life, later_run=gone, decided=decided)
         free = trail.free is not None or (decided and bool(trail.bits & Fact.ACCESS_ENDED))
         pending = free and not gone and not self._is_retained(trail)

@@ -15,11 +15,14 @@ class Rule(StrEnum):
     GRANTED_ONCE = "a lease is granted once"
     RETURNED_ONCE = "a lease is returned once"
     EVIDENCE = "access has ended, by evidence, before a lease is returned"
+    FENCED = "only a read lease is fenced"
     SETTLED = "a write lease is settled before it is returned"
     CONSUMED = "only what was delivered is consumed"
     RETURNED_LAST = "nothing happens to a lease after its return"
     FACTS_STAY = "facts only turn on, and a lease has one result"
     DECIDED = "a settle decision names the leases that its transfer opened, once access to them has ended"
+    ONE_END = "a transfer is visible only once it was settled, as it was settled, and never both visible and void"
+    TERM = "a coordinator that another one has followed decides no more"
     RETURNED = "a lease is returned once nothing stands in its way"
 
 

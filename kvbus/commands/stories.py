@@ -16,6 +16,7 @@ from kvbus.events import (
     AttemptMade,
     Event,
     FactsSeen,
+    MadeVisible,
     OutcomeFixed,
     SettleDecided,
     SettleVoided,
@@ -111,6 +112,8 @@ class Story:
         text = f"On {life.key.instance}, {pages} {verb} lent {purpose} (T{life.key.ticket}): "
         if life.bits & Fact.ACCESS_ENDED:
             text += f"access ended by {', '.join(life.evidence) or 'no evidence that is named'}, "
+        elif life.bits & Fact.FENCED:
+            text += "fenced, so that its reader, which may read still, delivers nothing of them; "
         if told.gone:
             return f"{text}ended with its process and never returned, since {told.out}."
         if not told.returned:
@@ -143,6 +146,7 @@ class _Teller:
         self._book = LeaseBook(keep_returned=True)
         self._steps: dict[str, TransferStep] = {}
         self._decided: set[str] = set()
+        self._ends = frozenset({"settle", "void"})
         self._outcome: TransferOutcome | None = None
         self._request_id = ""
         self._asked = False
@@ -197,7 +201,11 @@ class _Teller:
             case TransferOutcome():
                 self._outcome = body
                 self._request_id = self._request_id or event.header.c
-            case TransferOpened() | SettleDecided() | SettleVoided():
+            case TransferOpened():
+                self._decided.add(body.KIND)
+                if len({member for member, *_ in body.members}) > 1:
+                    self._ends = frozenset({"visible", "void"})
+            case SettleDecided() | MadeVisible() | SettleVoided():
                 self._decided.add(body.KIND)
             case TransferRequested():
                 self._asked, self._request_id = True, body.request_id
@@ -238,7 +246,7 @@ class _Teller:
         if life.bits & Fact.RETURNED:
             return LeaseTold(life, returned=True)
         later_run = self._index.later_run(life.key)
-        out = why_out(life, later_run=later_run, decided=not self._decided.isdisjoint({"settle", "void"}))
+        out = why_out(life, later_run=later_run, decided=not self._decided.isdisjoint(self._ends))
         return LeaseTold(life, returned=False, out=out, gone=later_run and not life.bits & Fact.RETURN_FAILED)
 
     def _contradictions(self, ours: Sequence[Event]) -> Iterator[str]:
@@ -247,7 +255,7 @@ class _Teller:
         for event in ours:
             replay.take(event)
         for offence in replay.offences():
-            if offence.proved and offence.lease in self._keys:
+            if offence.proved and (offence.lease in self._keys or transfer_of(offence.event) == self._found.transfer):
                 yield offence.text
 
     def _missing(self, leases: Sequence[LeaseTold], source: str, destination: str) -> list[str]:
@@ -286,7 +294,7 @@ class _Teller:
             missing.append(f"the pages of {key} (its `lease_granted`)")
         if life.bits & Fact.SUBMITTED and life.attempt is None:
             missing.append(f"the attempt of {key}")
-        if tried and life.bits & Fact.ACCESS_ENDED and life.ended is None:
+        if tried and life.bits & (Fact.ACCESS_ENDED | Fact.FENCED) and life.ended is None:
             missing.append(f"how the attempt of {key} ended (its `outcome`)")
         if life.bits & Fact.SETTLED and self._needs_decision(life):
             missing.append(f"the settle decision that names {key}")
@@ -297,7 +305,7 @@ class _Teller:
     def _needs_decision(self, life: LeaseLife) -> bool:
         """A member that shuts down, and one that holds a lease of its own, agree with themselves."""
         alone = life.is_local or any(row.failure == "shutdown" for row in life.failures)
-        return life.direction == "write" and not alone and not self._decided & {"settle", "void"}
+        return life.direction == "write" and not alone and not self._decided & self._ends
 
 
 _AFTER_LEASING = frozenset({"leased", "asking", "computing", "granted", "moving"})

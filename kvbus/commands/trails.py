@@ -6,15 +6,18 @@ A person may have a transfer's id, a request's hash, the beginning of either, or
 import difflib
 import heapq
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from kvbus.commands.leases import LeaseKey, fact_lines, party_keys
+from kvbus.commands.leases import LeaseKey, SettleLogBody, fact_lines, party_keys
 from kvbus.events import (
     AttemptMade,
+    CancelDecided,
     Event,
     FactsSeen,
     LeaseGranted,
+    MadeVisible,
     OutcomeFixed,
     SettleDecided,
     SettleVoided,
@@ -31,7 +34,10 @@ CANDIDATES_MAX = 5
 
 _TICKET = re.compile(r"T(\d{1,19})(?:@(.+))?")
 
-TransferEvent = TransferStep | TransferOutcome | TransferOpened | SettleDecided | SettleVoided | TransferVerdict
+TransferEvent = (
+    TransferStep | TransferOutcome | TransferVerdict
+    | TransferOpened | SettleDecided | MadeVisible | SettleVoided | CancelDecided
+)  # fmt: skip
 RequestEvent = TransferStep | TransferOutcome | TransferVerdict | TransferRequested
 LeaseRow = LeaseGranted | AttemptMade | OutcomeFixed
 
@@ -66,13 +72,83 @@ class Found:
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """Return events by time, each once; within one run of a member its own order stands, whatever clocks say."""
+    """Return events by time, each once; within one run of a member its own order stands, whatever clocks say.
+
+    So does the order of one instance's decisions, whichever of its members made them.
+    """
     runs: dict[tuple[str, str, int], dict[int, Event]] = {}
     for event in events:
         header = event.header
         runs.setdefault((header.i, header.m, header.e), {}).setdefault(header.s, event)
-    ordered = [_timed(sorted(run.values(), key=lambda event: event.header.s)) for run in runs.values()]
-    return [event for _, _, event in heapq.merge(*ordered, key=lambda item: item[:2])]
+    queues = [_timed(sorted(run.values(), key=lambda event: event.header.s)) for run in runs.values()]
+    return list(_Merge(queues, _decisions_before(event for run in runs.values() for event in run.values())))
+
+
+_Head = tuple[int, int, int, Event]
+"""Time, sequence, number of the queue, event."""
+
+
+class _Merge:
+    """Takes the earliest head of several queues; one that another decision must precede waits for that.
+
+    `before` has the object ids of events, since names would have to be made of each of them.
+    """
+
+    def __init__(self, queues: Sequence[Iterator[tuple[int, int, Event]]], before: Mapping[int, int]) -> None:
+        self._queues = queues
+        self._before = before
+        self._awaited = set(before.values())
+        self._heads: list[_Head] = []
+        self._waiting: dict[int, list[_Head]] = {}
+
+    def __iter__(self) -> Iterator[Event]:
+        for number in range(len(self._queues)):
+            self._pull(number)
+        while self._heads or self._waiting:
+            if not self._heads:  # they wait for each other: no log has that order, so time decides
+                self._awaited.clear()
+                for awaited in list(self._waiting):
+                    self._release(awaited)
+            head = heapq.heappop(self._heads)
+            event = head[3]
+            before = self._before.get(id(event))
+            if before is not None and before in self._awaited:
+                self._waiting.setdefault(before, []).append(head)
+                continue
+            yield event
+            if id(event) in self._awaited:
+                self._awaited.discard(id(event))
+                self._release(id(event))
+            self._pull(head[2])
+
+    def _release(self, awaited: int) -> None:
+        for head in self._waiting.pop(awaited, ()):
+            heapq.heappush(self._heads, head)
+
+    def _pull(self, number: int) -> None:
+        for at_ns, sequence, event in self._queues[number]:
+            heapq.heappush(self._heads, (at_ns, sequence, number, event))
+            return
+
+
+def _decisions_before(events: Iterable[Event]) -> dict[int, int]:
+    """Return, of each decision that follows one of another run, which one that is: terms grow, numbers count."""
+    logs: dict[str, list[Event]] = {}
+    for event in events:
+        if isinstance(event.body, SettleLogBody):
+            logs.setdefault(event.header.i, []).append(event)
+    before: dict[int, int] = {}
+    for log in logs.values():
+        log.sort(key=_place_in_log)
+        for first, second in pairwise(log):
+            if (first.header.m, first.header.e) != (second.header.m, second.header.e):
+                before[id(second)] = id(first)
+    return before
+
+
+def _place_in_log(event: Event) -> tuple[int, int]:
+    body = event.body
+    return (body.term, body.n) if isinstance(body, SettleLogBody) else (0, 0)
 
 
 def _timed(run: list[Event]) -> Iterator[tuple[int, int, Event]]:
@@ -164,7 +240,7 @@ class Index:
         newest: dict[tuple[str, str], LeaseKey] = {}
         runs = 0
         for key in sorted(self.last_ns, key=lambda key: self.last_ns[key]):
-            if key.ticket == ticket and instance in {"", key.instance}:
+            if key.ticket == ticket and instance in {"", key.instance, f"{key.instance}/{key.member}"}:
                 newest[key.instance, key.member] = key
                 runs += 1
         owners = {self.owners[key] for key in newest.values()}

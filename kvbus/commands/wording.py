@@ -4,15 +4,26 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbus.commands.leases import MEMBER_TICKET, LeaseBook, LeaseChange, LeaseKey, LeaseLife, evidence_names
+from kvbus.commands.leases import (
+    MEMBER_TICKET,
+    LeaseBook,
+    LeaseChange,
+    LeaseKey,
+    LeaseLife,
+    SettleLogBody,
+    evidence_names,
+)
 from kvbus.events import (
     AttemptMade,
+    CancelDecided,
     Event,
     FactsSeen,
     LeaseGranted,
+    MadeVisible,
     OutcomeFixed,
     SettleDecided,
     SettleVoided,
+    TermTaken,
     TransferOpened,
     TransferOutcome,
     TransferRequested,
@@ -24,7 +35,7 @@ from kvbus.ledger.facts import EVIDENCE_BITS, Fact, fact_names
 RUNS_SHOWN = 6
 """Runs of pages named one by one: what fits beside the rest of a line of 100 columns."""
 
-_READS_ON = frozenset({"accepted", "asking", "granted", "leased", "moving", "resolved"})
+_READS_ON = frozenset({"accepted", "asking", "granted", "leased", "moved", "moving", "resolved"})
 _BAD_STEPS = frozenset({"stopping", "giving_up", "isolating", "cancel", "refused"})
 _BAD_BITS = int(
     Fact.FAILED
@@ -142,14 +153,8 @@ def _other(event: Event) -> Line:
         case TransferOutcome():
             tone = Tone.GOOD if body.outcome == "settled" else Tone.BAD
             return Line("transfer", outcome_text(body), tone, body.transfer)
-        case TransferOpened():
-            parties = ", ".join(f"T{ticket} of {member} rank {rank}" for member, _, rank, ticket in body.members)
-            return Line(f"open #{body.n}", parties, Tone.SETTLE, body.transfer)
-        case SettleDecided():
-            text = f"blocks {body.lo}–{body.hi}" if body.hi else "no block in common"
-            return Line(f"settle #{body.n}", text, Tone.SETTLE, body.transfer)
-        case SettleVoided():
-            return Line(f"void #{body.n}", body.reason, Tone.BAD, body.transfer)
+        case TransferOpened() | SettleDecided() | MadeVisible() | SettleVoided() | CancelDecided() | TermTaken():
+            return _decision(body)
         case TransferRequested():
             text = f"from {body.source} to {body.destination}, on_miss {body.on_miss}, budget {body.budget_s:g} s"
             return Line("request", text, Tone.STEP)
@@ -158,6 +163,21 @@ def _other(event: Event) -> Line:
             return Line("verdict", text, Tone.BAD if body.verdict == "refused" else Tone.STEP, body.transfer)
         case _:
             return Line(event.header.k, "", Tone.STEP)
+
+
+def _decision(body: SettleLogBody) -> Line:
+    if isinstance(body, TermTaken):
+        return Line(f"term #{body.n}", f"{body.member} leads, in term {body.term}", Tone.SETTLE)
+    tone = Tone.SETTLE
+    match body:
+        case TransferOpened():
+            parties = ((member, rank, f"T{ticket} of " if ticket else "") for member, _, rank, ticket in body.members)
+            text = ", ".join(f"{of}{member} rank {rank}" for member, rank, of in parties)
+        case SettleDecided() | MadeVisible():
+            text = f"blocks {body.lo}–{body.hi}" if body.hi else "no block in common"
+        case _:
+            text, tone = body.reason, Tone.BAD
+    return Line(f"{body.KIND} #{body.n}", text, tone, body.transfer)
 
 
 def outcome_text(outcome: TransferOutcome) -> str:

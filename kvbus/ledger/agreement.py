@@ -2,9 +2,11 @@
 
 A party is one rank on one member in one epoch. `open` fixes the parties and their tickets before anybody acts (P12);
 each reports its result, its access end and its bounds; once all have, one decision names the tickets to return and the
-bounds that every rank has. An instance with one member runs this in process and publishes the decisions as a record.
+bounds that every rank has. An instance with one member runs this in process and publishes the decisions as a record;
+several members agree by `shares.py` and `council.py`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvbus.ledger.facts import RESULT_BITS, Fact
@@ -29,8 +31,11 @@ class Party:
 class Decision:
     """What every member applies, in the order of `n`. `previous` chains it to the decision before (P15).
 
-    kind `open`: these parties belong together. `settle`: return these tickets; lo and hi are the bounds in blocks that
-    all ranks have, empty (0, 0) where they have none in common. `void`: do not apply what was decided (P10).
+    kind `open`: these parties belong together. `settle`: this is agreed; lo and hi are the bounds in blocks that all
+    ranks have, empty (0, 0) where they have none in common. An instance with one member returns the tickets with it;
+    where there are several, `visible` follows once all of them have applied the settle, and returns them (P10). `void`:
+    do not apply what was decided. `cancel`: stop, and let what arrived be settled. `term`: the one party decides from
+    here on (P13); it belongs to no transfer.
     """
 
     kind: str
@@ -47,6 +52,13 @@ class Decision:
     def decision_id(self) -> str:
         """Term and number: what the next decision names as its previous one."""
         return f"{self.term}.{self.n}"
+
+
+def common_bounds(bounds: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return what all ranks have, in blocks: the largest floor, the smallest end; (0, 0) if that is empty (26)."""
+    lows, ends = zip(*bounds, strict=True)
+    lo, hi = max(lows), min(ends)
+    return (lo, hi) if lo <= hi else (0, 0)
 
 
 @dataclass(slots=True)
@@ -133,10 +145,7 @@ class Agreement:
             # One rank that gave up has no content: nobody else's may become visible either (P10, P11).
             return self.void(transfer, "a rank gave its lease up")
         self._close(transfer)
-        lo = max(report.lo or 0 for report in reports)
-        hi = min(report.hi or 0 for report in reports)
-        if lo > hi:  # no prefix that all ranks have: compute from the start (contract 26)
-            lo = hi = 0
+        lo, hi = common_bounds((report.lo or 0, report.hi or 0) for report in reports)
         return self._decision("settle", transfer, opened.parties, lo=lo, hi=hi)
 
     def _close(self, transfer: str) -> _Open:

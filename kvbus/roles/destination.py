@@ -6,20 +6,21 @@ this file starts them, lets the ledger's facts and the time reach them, and forg
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvbus.engines.desk import Refusal
-from kvbus.errors import BusError, KvbusError
-from kvbus.events import TransferRequested, TransferStep, TransferVerdict
+from kvbus.errors import KvbusError
+from kvbus.events import PlanAnswered, TransferRequested, TransferStep, TransferVerdict
 from kvbus.ledger.admission import Admission, AdmissionGate, Verdict
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
-from kvbus.ledger.transfer import Phase, Transfer
+from kvbus.ledger.transfer import STOP_WAIT_S, Phase, Transfer
 from kvbus.ledger.types import LeaseFailure
-from kvbus.names import tokens_from_bytes
+from kvbus.names import token_bytes, tokens_from_bytes
 from kvbus.parts import Prompt, VerdictWord
-from kvbus.roles.registry import Registered, lookup
+from kvbus.roles.registry import Registered, registered
 from kvbus.roles.results import SETTLED, Results, outcome_of
-from kvbus.roles.running import ReaderSide, Running
+from kvbus.roles.running import Agreed, ReaderSide, Running
 from kvbus.transport import Bus
 
 WORD: Final[dict[Verdict, VerdictWord]] = {
@@ -29,6 +30,8 @@ WORD: Final[dict[Verdict, VerdictWord]] = {
     Verdict.SKIPPED_BUSY: "skipped_busy",
     Verdict.REFUSED: "refused",
 }
+OPEN_SHARE = 0.9
+"""Of what remains, what may be spent on waiting for the other members: so that the answer says who is not there."""
 SOURCES_MAX = 4_096
 """Sources whose epoch is remembered, several times the instances of a large cluster."""
 
@@ -38,6 +41,16 @@ class Tokenizer(Protocol):
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...] | Refusal:
         """Return a prompt's token ids, or why it has none."""
+
+
+@dataclass(slots=True)
+class _Admitting:
+    """A request that is being answered; `refusal` is the answer, where it was not admitted."""
+
+    request_id: str
+    cancelled: bool = False
+    refusal: Admission | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Destination:
@@ -62,9 +75,10 @@ class Destination:
         self._running: dict[str, Running] = {}
         self._by_ticket: dict[int, Running] = {}
         self._by_hash: dict[str, str] = {}
-        self._admitting: dict[str, bool] = {}
+        self._admitting: dict[str, _Admitting] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._source_epochs: dict[str, int] = {}
+        self._sharing: dict[str, Running] = {}
         self._number = 0
         self._stopping = ""
 
@@ -92,12 +106,14 @@ class Destination:
     def cancel(self, request_hash: str, text: str) -> bool:
         """Stop the transfer of a request; False where none is running or being admitted."""
         if request_hash in self._admitting:  # remembered until the transfer exists (contract 49)
-            self._admitting[request_hash] = True
+            self._admitting[request_hash].cancelled = True
             return True
         running = self._running.get(self._by_hash.get(request_hash, ""))
         if running is None or running.transfer.phase is Phase.ENDED:
             return False
-        running.cancelled(FailureClass.CANCELLED, text)
+        group = self._side.group
+        if group is None or not group.cancel(running.transfer.transfer, text):
+            running.cancelled(FailureClass.CANCELLED, text)
         return True
 
     def stop(self, text: str) -> None:
@@ -111,6 +127,8 @@ class Destination:
         for running in list(self._running.values()):
             running.tick()
             self._forget_if_finished(running)
+        for running in list(self._sharing.values()):
+            self._conclude_if_overdue(running)
 
     async def close(self) -> None:
         """End the tasks that serve transfers."""
@@ -140,6 +158,24 @@ class Destination:
     # ---------------------------------------------------------------------------------------------------- admission
 
     async def _admit(self, request: TransferRequested, queue_s: float) -> Admission:
+        """Answer a request. Those of one hash come one after the other, and one request is refused once.
+
+        Else a second delivery might be refused, and taken off the queue, while the first is still to be admitted (P20).
+        """
+        while (other := self._admitting.get(request.request_hash)) is not None:
+            await other.ended.wait()
+            if other.request_id == request.request_id and other.refusal is not None:
+                return other.refusal
+        own = self._admitting[request.request_hash] = _Admitting(request.request_id)
+        try:
+            admission = await self._admit_alone(request, queue_s, own)
+        finally:
+            del self._admitting[request.request_hash]
+            own.ended.set()
+        own.refusal = None if admission.transfer else admission
+        return admission
+
+    async def _admit_alone(self, request: TransferRequested, queue_s: float, own: _Admitting) -> Admission:
         """Answer a request. Repeats are known before anything else is asked, whatever the state of this member."""
         who = {"request_id": request.request_id, "source": request.source}
         known = self._gate.repeat(request.request_hash, **who, now=self._side.clock())
@@ -147,39 +183,30 @@ class Destination:
             return known
         if reason := self._unable(request, queue_s):
             return self._gate.refuse(reason)
-        self._admitting.setdefault(request.request_hash, False)
-        try:
-            source = await self._registered(request.source)
-        finally:
-            cancelled = self._admitting.pop(request.request_hash, False)
+        source = await registered(self._bus, request.source, self._side.pool.layout.fingerprint())
         if isinstance(source, str):
             return self._gate.refuse(source)
+        if reason := self._unable(request, queue_s):  # once more: that took its time
+            return self._gate.refuse(reason)
         self._number += 1
         transfer_id = f"{self._side.instance}-{self._side.epoch & 0xFFFFFFFF:08x}-{self._number}"
         now = self._side.clock()
         admission = self._gate.admit(request.request_hash, **who, transfer=transfer_id, now=now)
         if admission.verdict is Verdict.ACCEPTED:
             transfer = Transfer(transfer_id, request.request_hash, request.source, now, request.budget_s, queue_s)
-            self._start(request, transfer, source, cancelled=cancelled)
+            self._start(request, transfer, source, cancelled=own.cancelled)
         return admission
 
     def _unable(self, request: TransferRequested, queue_s: float) -> str:
         if self._stopping:
             return self._stopping
+        if self._side.group is not None and not self._side.group.leads:
+            return f"{self._side.member} does not lead {self._side.instance} now: ask again"
         if self._side.recorder.is_busy or self._side.asker.is_full:
             return "bus_unavailable: facts or releases wait for the broker"
         if queue_s > request.queue_limit_s:
             return f"waited {queue_s:.1f} s in the queue, at most {request.queue_limit_s:g} s allowed"
         return ""
-
-    async def _registered(self, source: str) -> Registered | str:
-        try:
-            registered = await lookup(self._bus, source)
-        except BusError as error:
-            return f"bus_unavailable: {error}"
-        if not registered:
-            return f"no instance {source!r} is registered: is its worker running?"
-        return registered[0]
 
     def _start(self, request: TransferRequested, transfer: Transfer, source: Registered, *, cancelled: bool) -> None:
         running = Running(self._side, request, transfer, self._index, self._on_ended)
@@ -200,12 +227,13 @@ class Destination:
         token_ids = await self._token_ids(running.request, running.transfer)
         if isinstance(token_ids, LeaseFailure):
             running.failed(token_ids.failure, token_ids.text)
-        elif reason := self._unfit(token_ids):
+        elif reason := self._side.pool.unfit(token_ids, self._side.instance):
             running.failed(FailureClass.BAD_REQUEST, reason)
         else:
             await self._wait_for_same_content(running, token_ids)
-            self._readmit(source)
-            running.resolved(source, token_ids)
+            if await self._opened(running, token_ids):
+                self._readmit(source)
+                running.resolved(source, token_ids)
         self._forget_if_finished(running)
 
     async def _token_ids(self, request: TransferRequested, transfer: Transfer) -> tuple[int, ...] | LeaseFailure:
@@ -220,21 +248,6 @@ class Destination:
         except KvbusError as error:  # the engine went away
             return LeaseFailure(FailureClass.ENGINE_LOST, str(error))
         return LeaseFailure(FailureClass.BAD_REQUEST, ids.text) if isinstance(ids, Refusal) else ids
-
-    def _unfit(self, token_ids: tuple[int, ...]) -> str | None:
-        """Return why a prompt cannot be taken: too long for the engine or the pool, or an id that no token has."""
-        pool, name, tokens = self._side.pool, self._side.instance, len(token_ids)
-        if tokens > pool.tokens_max:
-            return (
-                f"the prompt has {tokens} tokens, {name} keeps room for {pool.tokens_max}: shorten it, or start {name} "
-                "with a larger --prompt-tokens-max"
-            )
-        blocks = tokens // pool.layout.block_tokens
-        if blocks > pool.lent_cap_pages:
-            return f"the prompt needs {blocks} pages, {name} takes at most {pool.lent_cap_pages} for peers"
-        if max(token_ids, default=0) >= pool.vocab_size:
-            return f"token id {max(token_ids)} is out of range: {name}'s vocabulary has {pool.vocab_size} tokens"
-        return None
 
     async def _wait_for_same_content(self, running: Running, token_ids: tuple[int, ...]) -> None:
         """Two prompts worded differently may tokenize alike: the second waits, and finds its pages here."""
@@ -254,6 +267,96 @@ class Destination:
             if before is not None:
                 self._side.rounds.holder.readmit(self._side.binding, source.instance)
 
+    # --------------------------------------------------------------------------------------- with the other members
+
+    def plan(self, transfer: str) -> PlanAnswered:
+        """Return what the other members of this instance shall bring for a transfer that this one admitted."""
+        running = self._running.get(transfer)
+        if running is None or running.follows or not running.token_ids:
+            return PlanAnswered(transfer=transfer, known=False)
+        return PlanAnswered(
+            transfer=transfer,
+            known=True,
+            request_id=running.request.request_id,
+            request_hash=running.request.request_hash,
+            source=running.request.source,
+            salt=running.request.salt,
+            on_miss=running.request.on_miss,
+            tokens=token_bytes(running.token_ids),
+            remaining_s=running.transfer.remaining_s(self._side.clock()),
+        )
+
+    async def take_part(self, plan: PlanAnswered) -> None:
+        """Bring this member's ranks of a transfer that another member admitted."""
+        source = await registered(self._bus, plan.source, self._side.pool.layout.fingerprint())
+        group = self._side.group
+        if group is None or not group.is_open(plan.transfer):
+            return  # voided meanwhile
+        request = TransferRequested(
+            request_id=plan.request_id,
+            request_hash=plan.request_hash,
+            requester=self._side.instance,
+            source=plan.source,
+            destination=self._side.instance,
+            prompt=Prompt(tokens=plan.tokens),
+            salt=plan.salt,
+            on_miss=plan.on_miss,
+        )
+        now = self._side.clock()
+        transfer = Transfer(plan.transfer, plan.request_hash, plan.source, now, plan.remaining_s)
+        running = Running(self._side, request, transfer, self._index, self._on_ended, follows=True)
+        self._running[plan.transfer] = self._sharing[plan.transfer] = running
+        token_ids = tokens_from_bytes(plan.tokens)
+        if self._stopping or isinstance(source, str):
+            running.failed(FailureClass.PEER_LOST, self._stopping or str(source))
+        elif reason := self._side.pool.unfit(token_ids, self._side.instance):
+            running.failed(FailureClass.BAD_REQUEST, reason)
+        else:
+            self._readmit(source)
+            running.resolved(source, token_ids)
+        self._forget_if_finished(running)
+
+    def stop_share(self, transfer: str, text: str) -> None:
+        """Stop this member's share of a transfer that was cancelled."""
+        if running := self._sharing.get(transfer):
+            running.cancelled(FailureClass.CANCELLED, text)
+            self._forget_if_finished(running)
+
+    def over(self, transfer: str, agreed: Agreed) -> None:
+        """Note how the members ended a transfer; what was pinned for it goes free, and who asked is told."""
+        running = self._sharing.pop(transfer, None)
+        if running is None:
+            return
+        running.agreed = agreed
+        running.drop_pins()
+        if not agreed.visible:
+            running.failed(FailureClass.CONTRADICTION, agreed.reason)
+        if running.transfer.phase is Phase.ENDED:
+            self._conclude(running)
+        self._forget_if_finished(running)
+
+    async def _opened(self, running: Running, token_ids: tuple[int, ...]) -> bool:
+        """Open a transfer over all members of this instance, where there are others; False ends it here."""
+        group, transfer = self._side.group, running.transfer
+        if group is None:
+            return True
+        running.token_ids = token_ids  # the others ask for them as soon as it is open
+        self._sharing[transfer.transfer] = running
+        wait_s = OPEN_SHARE * transfer.remaining_s(self._side.clock())
+        reason = await group.open(transfer.transfer, transfer.deadline + STOP_WAIT_S, wait_s=wait_s)
+        if reason:
+            self._sharing.pop(transfer.transfer, None)
+            running.failed(FailureClass.BINDING_STOPPED, reason)
+            self._conclude(running)  # also where it was cancelled, and ended, before it was refused
+        elif transfer.phase is Phase.ENDED:  # cancelled meanwhile
+            group.refuse(transfer.transfer, transfer.reason)
+        return not reason
+
+    def _conclude_if_overdue(self, running: Running) -> None:
+        """Stop waiting for the others: whoever asked is told, and the leases go on waiting for their decision."""
+        if running.transfer.phase is Phase.ENDED and self._side.clock() >= running.transfer.deadline + 2 * STOP_WAIT_S:
+            self._conclude(running)
+
     # ------------------------------------------------------------------------------------------------------- ending
 
     def _index(self, running: Running) -> None:
@@ -261,7 +364,14 @@ class Destination:
             self._by_ticket[ticket] = running
 
     def _on_ended(self, running: Running) -> None:
-        outcome = outcome_of(running.transfer, destination=self._side.instance)
+        if running.transfer.transfer not in self._sharing:
+            self._conclude(running)
+
+    def _conclude(self, running: Running) -> None:
+        if running.follows or running.concluded:
+            return
+        running.concluded = True
+        outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
         self._gate.ended(running.request.request_hash, settled=outcome.outcome in SETTLED)
         self.results.conclude(outcome, running.request)
 

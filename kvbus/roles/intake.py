@@ -8,10 +8,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbus.errors import BusError, PeerError
 from kvbus.events import (
     Event,
+    PlanAsked,
     StatsAnswered,
     StatsAsked,
     TransferCancelRequested,
@@ -48,6 +50,12 @@ class IntakeStatistics:
     misplaced: int = 0
 
 
+class Leads(Protocol):
+    """Whether this is the member that takes requests, where an instance has several."""
+
+    leading: asyncio.Event
+
+
 class Intake:
     """Subscribes to this member's subjects, and consumes its instance's queue."""
 
@@ -57,19 +65,24 @@ class Intake:
         bus: Bus,
         topics: Topics,
         instance: str,
+        member: str,
         destination: Destination,
         source: Source,
         recorder: Recorder,
         counters: Callable[[], Mapping[str, int | float | str]],
+        leads: Leads | None = None,
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._instance = instance
+        self._member = member
         self._destination = destination
         self._source = source
         self._recorder = recorder
         self._counters = counters
+        self._leads = leads
         self._subscriptions: list[Subscription] = []
+        self._requests: list[Subscription] = []
         self._works: set[asyncio.Task[None]] = set()
         self.statistics = IntakeStatistics()
 
@@ -77,12 +90,27 @@ class Intake:
         """Answer commands and queries from now on."""
         topics, instance = self._topics, self._instance
         for subject, responder in (
-            (topics.command(instance, Command.LEASE), self._on_lease),
-            (topics.command(instance, Command.TRANSFER), self._on_urgent),
-            (topics.command(instance, Command.CANCEL), self._on_cancel),
+            (topics.command(instance, Command.LEASE, self._member), self._on_lease),
+            (topics.command(instance, Command.PLAN, self._member), self._on_plan),
             (topics.query(instance, Query.STATS), self._on_stats),
         ):
             self._subscriptions.append(await self._bus.respond(subject, responder))
+        if self._leads is None:
+            await self._answer_requests()
+
+    async def _answer_requests(self) -> None:
+        topics, instance, respond = self._topics, self._instance, self._bus.respond
+        self._requests.append(await respond(topics.command(instance, Command.TRANSFER), self._on_urgent))
+        self._requests.append(await respond(topics.command(instance, Command.CANCEL), self._on_cancel))
+
+    async def _until_leading(self, leads: Leads) -> None:
+        """Leave requests to whichever member leads; where this one does, answer them (BusError: not yet)."""
+        if not leads.leading.is_set():
+            while self._requests:
+                await self._requests.pop().close()
+            await leads.leading.wait()
+        if not self._requests:
+            await self._answer_requests()
 
     async def consume(self) -> None:
         """Take requests from the durable queue until cancelled; each one ends exactly once."""
@@ -90,6 +118,8 @@ class Intake:
         consumer = f"dst-{escape(self._instance)}"
         while True:
             try:
+                if self._leads is not None:
+                    await self._until_leading(self._leads)
                 works = await self._bus.take_work(subjects, consumer=consumer, most=FETCH_MOST, wait_s=FETCH_WAIT_S)
             except BusError as error:
                 log.info("no work while the broker is away: %s", error)
@@ -102,7 +132,7 @@ class Intake:
 
     async def close(self) -> None:
         """Stop hearing; requests that are being served go back to the queue by themselves."""
-        for subscription in self._subscriptions:
+        for subscription in (*self._subscriptions, *self._requests):
             await subscription.close()
         for task in self._works:
             task.cancel()
@@ -179,6 +209,12 @@ class Intake:
         except PeerError:
             self.statistics.misplaced += 1
             raise
+
+    async def _on_plan(self, delivery: Delivery) -> bytes:
+        event = self._decoded(delivery)
+        if not isinstance(event.body, PlanAsked) or event.header.i != self._instance:
+            raise self._misplaced(event)
+        return self._encoded(self._destination.plan(event.body.transfer), event)
 
     async def _on_urgent(self, delivery: Delivery) -> bytes:
         event = self._decoded(delivery)

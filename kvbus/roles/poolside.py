@@ -8,6 +8,7 @@ from kvbus.errors import ConfigError
 from kvbus.grants import PoolGeometry
 from kvbus.names import page_names
 from kvbus.pool.allocator import PageAllocator
+from kvbus.pool.digests import DigestMode
 from kvbus.pool.index import ReuseIndex
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.lender import PoolLender
@@ -27,7 +28,16 @@ class PoolSide:
     lent_cap_pages: int
 
     @classmethod
-    def create(cls, layout: PageLayout, *, pages: int, tokens_max: int, vocab_size: int, epoch: int) -> "PoolSide":
+    def create(
+        cls,
+        layout: PageLayout,
+        *,
+        pages: int,
+        tokens_max: int,
+        vocab_size: int,
+        epoch: int,
+        digests: DigestMode = DigestMode.OFF,
+    ) -> "PoolSide":
         """Make the pool; ConfigError where it could not hold the engine's longest prompt beside anything lent."""
         longest = math.ceil(tokens_max / layout.block_tokens)
         cap = pages - longest
@@ -39,6 +49,7 @@ class PoolSide:
                 page_bytes=layout.page_bytes,
             )
         memory = PoolMemory.create(layout, pages, epoch)
+        memory.digests.turn_on(digests)
         allocator = PageAllocator(pages)
         lender = PoolLender(
             memory, allocator, ReuseIndex(), name=f"pool{layout.rank}", rank=layout.rank, lent_cap_pages=cap
@@ -48,6 +59,21 @@ class PoolSide:
     def names(self, token_ids: Sequence[int], salt: str) -> tuple[bytes, ...]:
         """Return the page names of a prompt's whole blocks in this pool's namespace."""
         return page_names(self.layout.namespace(salt), token_ids, self.layout.block_tokens)
+
+    def unfit(self, token_ids: Sequence[int], instance: str) -> str | None:
+        """Return why a prompt cannot be taken: too long for the engine or the pool, or an id that no token has."""
+        tokens = len(token_ids)
+        if tokens > self.tokens_max:
+            return (
+                f"the prompt has {tokens} tokens, {instance} keeps room for {self.tokens_max}: shorten it, or start "
+                f"{instance} with a larger --prompt-tokens-max"
+            )
+        blocks = tokens // self.layout.block_tokens
+        if blocks > self.lent_cap_pages:
+            return f"the prompt needs {blocks} pages, {instance} takes at most {self.lent_cap_pages} for peers"
+        if max(token_ids, default=0) >= self.vocab_size:
+            return f"token id {max(token_ids)} is out of range: {instance}'s vocabulary has {self.vocab_size} tokens"
+        return None
 
     def geometry(self) -> PoolGeometry:
         """Return where things are, for grants."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbus.errors import BusError, ConfigError, PeerError
-from kvbus.events import HeartbeatSeen, InstanceRecord, decode, encode
+from kvbus.events import Header, HeartbeatSeen, InstanceRecord, decode, encode
 from kvbus.names import epoch_counter, epoch_from
 from kvbus.parts import ProcessIdentity
 from kvbus.processes import same_host, start_ticks
@@ -129,9 +129,28 @@ async def lookup(bus: Bus, instance: str) -> list[Registered]:
         except PeerError as error:
             log.warning("registry record %s is unreadable: %s", key, error)
             continue
-        if isinstance(event.body, InstanceRecord) and event.header.i == instance:
+        if isinstance(event.body, InstanceRecord) and _stands_under(key, event.header, instance):
             found.append(Registered(instance, event.header.m, event.header.e, event.body))
     return found
+
+
+def _stands_under(key: str, header: Header, instance: str) -> bool:
+    """Return whether a record stands under its own name: its member is asked on a subject made of that name."""
+    return header.i == instance and header.m != "" and unescape(key) == f"{instance}/{header.m}"
+
+
+async def registered(bus: Bus, instance: str, fingerprint: str) -> Registered | str:
+    """Return the member of an instance whose pages have this layout, so those of one rank; any, where none has.
+
+    A sentence where nobody is registered, or the registry cannot be asked.
+    """
+    try:
+        members = await lookup(bus, instance)
+    except BusError as error:
+        return f"bus_unavailable: {error}"
+    if not members:
+        return f"no instance {instance!r} is registered: is its worker running?"
+    return next((one for one in members if one.record.fingerprint == fingerprint), members[0])
 
 
 def _is_ours(key: str) -> bool:

@@ -13,9 +13,12 @@ from typing import Final
 
 from kvbus.errors import BusError
 from kvbus.events import TransferOutcome, TransferRequested, TransferVerdict, encode
+from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.transfer import Transfer
 from kvbus.parts import Body
+from kvbus.roles.counting import TransferTotals
 from kvbus.roles.recorder import Recorder
+from kvbus.roles.running import Agreed
 from kvbus.topics import Topics
 from kvbus.transport import Bus
 
@@ -45,6 +48,7 @@ class Results:
         self._joined: dict[str, _Joined] = {}
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.totals = TransferTotals()
 
     def open(self, transfer: str) -> None:
         """Let requesters join a transfer; before anything of it can end, so that nobody misses the outcome."""
@@ -76,6 +80,7 @@ class Results:
         self._outcomes[outcome.transfer] = outcome
         if len(self._outcomes) > OUTCOMES_MAX:
             self._outcomes.popitem(last=False)
+        self.totals.add(outcome)
         self._recorder.event(outcome, cause=request.request_id)
         joined = self._joined.pop(outcome.transfer, None)
         if joined is not None:
@@ -106,9 +111,30 @@ class Results:
         task.add_done_callback(self._tasks.discard)
 
 
-def outcome_of(transfer: Transfer, *, destination: str) -> TransferOutcome:
-    """Return how a transfer ended, as everybody hears it."""
+def outcome_of(transfer: Transfer, *, destination: str, agreed: Agreed | None = None) -> TransferOutcome:
+    """Return how a transfer ended, as everybody hears it; with other members, as all of them agreed."""
     lo, hi = transfer.bounds
+    outcome = _outcome_here(transfer, destination, lo, hi)
+    return outcome if agreed is None else _outcome_of_all(outcome, agreed)
+
+
+def _outcome_of_all(here: TransferOutcome, agreed: Agreed) -> TransferOutcome:
+    """Return what a transfer came to over all ranks: never more than what it came to here."""
+    if not agreed.visible:
+        changes: dict[str, object] = {"lo": 0, "hi": 0}
+        if here.outcome in SETTLED:
+            failure = FailureClass.CONTRADICTION.name.lower()
+            changes |= {"outcome": "failed", "failure": failure, "reason": agreed.reason[:2_000]}
+        return here.model_copy(update=changes)
+    changes = {"lo": agreed.lo, "hi": agreed.hi}
+    if here.outcome == "settled" and agreed.hi < here.pages_wanted:
+        reason = f"every rank has blocks {agreed.lo} to {agreed.hi} of {here.pages_wanted}"
+        changes |= {"outcome": "partial" if agreed.hi else "failed", "reason": reason}
+        changes |= {} if agreed.hi else {"failure": FailureClass.TRANSPORT.name.lower()}
+    return here.model_copy(update=changes)
+
+
+def _outcome_here(transfer: Transfer, destination: str, lo: int, hi: int) -> TransferOutcome:
     timings = transfer.timings
     return TransferOutcome(
         transfer=transfer.transfer,

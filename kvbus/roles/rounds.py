@@ -1,7 +1,8 @@
 """The round: local facts, agreement, settle, advance, finish; run whenever something changed, and once a second.
 
-An instance with one member agrees with itself in the same round, in process, and records the decision. The round is
-one synchronous step on the worker's loop: whoever changed something may run it at once and find its leases moved on.
+An instance with one member agrees with itself in the same round, in process, and records the decision; where there are
+several, the leases of a transfer wait for their word (`council.py`). The round is one synchronous step on the worker's
+loop: whoever changed something may run it at once and find its leases moved on.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,13 @@ class TransferFacts(Protocol):
         """Why something failed."""
 
 
+class Group(Protocol):
+    """The other members of the instance, where it has several: they decide about a transfer's leases together."""
+
+    def note(self, ticket: int, bits: int, lo: int, hi: int) -> bool:
+        """Take note of a line of facts; True where its lease waits for the instance's decision."""
+
+
 @dataclass(slots=True)
 class RoundStatistics:
     """How many rounds ran, and how many lines of facts they had."""
@@ -55,6 +63,7 @@ class Rounds:
         self.holder = holder
         self.agreement = agreement
         self.statistics = RoundStatistics()
+        self.group: Group | None = None
         self._sink = sink
         self._member = member
         self._epoch = epoch
@@ -116,6 +125,8 @@ class Rounds:
         tickets: list[int] = []
         for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
             if bits & (Fact.RETURNED | Fact.SETTLED):
+                continue
+            if self.group is not None and self.group.note(ticket, bits, lo, hi):
                 continue
             party_key = (self._member, self._epoch, ticket)
             decision = self.agreement.report(party_key, bits, lo=lo, hi=hi)

@@ -5,7 +5,9 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from kvbus.dataplane.choosing import Way
 from kvbus.dataplane.reading import ReadOrder
 from kvbus.errors import LedgerContradictionError
 from kvbus.events import LendRequested, ReaderKey, TransferRequested, TransferStep
@@ -29,12 +31,45 @@ from kvbus.names import token_bytes
 from kvbus.parts import ProcessIdentity
 from kvbus.pool.pins import PinSet
 from kvbus.roles.asking import Asker, Granted, NotGranted
+from kvbus.roles.digesting import keep_granted
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered
 from kvbus.roles.rounds import Rounds
 
 log = logging.getLogger(__name__)
+
+
+class TransferGroup(Protocol):
+    """The other members of this instance, where it has several: a transfer is theirs as well."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member takes requests for the instance now."""
+
+    async def open(self, transfer: str, give_up_at: float, *, wait_s: float) -> str:
+        """Open a transfer over all members; return "" once this member's share has begun, or why it does not."""
+
+    def cancel(self, transfer: str, text: str) -> bool:
+        """Have every member stop its share of a transfer; False where this member cannot."""
+
+    def leased(self, transfer: str, ticket: int) -> None:
+        """The pages that are missing here are leased."""
+
+    def nothing_missing(self, transfer: str, blocks: int) -> None:
+        """Every block is here already."""
+
+    def explain(self, transfer: str, reason: str) -> None:
+        """Say why this member gives its share up, for whoever asked."""
+
+    def refuse(self, transfer: str, reason: str) -> None:
+        """Nothing of the transfer can be brought here."""
+
+    def is_open(self, transfer: str) -> bool:
+        """Whether this member's share in a transfer lives: no decision has ended it."""
+
+    def may_give_up(self, transfer: str) -> bool:
+        """Whether this member may abandon its lease by itself (P11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +89,19 @@ class ReaderSide:
     lend_wait_s: float
     clock: Callable[[], float]
     nonce: Callable[[int], bytes] = secrets.token_bytes
+    ways: Callable[[int], Sequence[Way]] = lambda _ticket: ()
+    """By ticket: what there is to tell of the way that its order takes; told once."""
+    group: TransferGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """How the members of this instance ended a transfer; lo and hi are the bounds in blocks that all ranks have."""
+
+    visible: bool
+    lo: int
+    hi: int
+    reason: str
 
 
 @dataclass(slots=True)
@@ -73,6 +121,11 @@ class Running:
     pins: PinSet | None = None
     granted: Granted | None = None
     nonce: bytes = b""
+    agreed: Agreed | None = None
+    concluded: bool = False
+    follows: bool = False
+    """Whether another member admitted it: nobody hears of its end from here."""
+    _told_way: bool = False
     _ask_task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -95,6 +148,8 @@ class Running:
         self._step("resolved", f"{len(token_ids)} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
         now = self.side.clock()
         blocks_held = wanted - len(self.missing)
+        if self.side.group is not None and not self.missing:
+            self.side.group.nothing_missing(self._id, wanted)
         prefix = self.missing[0] if self.missing else wanted
         self.act(
             self.transfer.resolved(
@@ -118,6 +173,7 @@ class Running:
 
     def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
         """A line of facts about one of this transfer's leases."""
+        self._tell_ways()
         self.act(self.transfer.facts(self.side.clock(), ticket, bits, lo, hi))
 
     # ------------------------------------------------------------------------------------------------------ actions
@@ -152,7 +208,7 @@ class Running:
         side, request = self.side, self.request
         names = tuple(self.names[block] for block in self.missing)
         try:
-            lease = side.pool.lender.lend_write(names, self.missing, prompt_blocks=len(self.names))
+            lease = side.pool.lender.lend_write(names, self.missing, prompt_blocks=len(self.names), salt=request.salt)
         except ValueError as error:
             self.failed(FailureClass.BAD_REQUEST, str(error))
             return
@@ -163,8 +219,11 @@ class Running:
         )
         self.tickets = {ticket: lease.rank}
         self.on_leased(self)  # from here on the facts of this lease find their way here
-        parties = tuple(Party(side.member, side.epoch, rank, number) for number, rank in self.tickets.items())
-        side.rounds.decide(lambda agreement: agreement.open(self._id, parties))
+        if side.group is not None:
+            side.group.leased(self._id, ticket)
+        else:
+            parties = tuple(Party(side.member, side.epoch, rank, number) for number, rank in self.tickets.items())
+            side.rounds.decide(lambda agreement: agreement.open(self._id, parties))
         self.nonce = side.nonce(16)
         actions = self.transfer.leased(now, self.tickets)
         side.rounds.run()  # a refusal by the pool or the binding is known after this
@@ -212,9 +271,20 @@ class Running:
     def _read(self) -> None:
         if self.granted is None:
             raise LedgerContradictionError("a read without a grant", transfer=self._id)
-        order = ReadOrder(self.granted.grant, self.granted.expected)
-        self._step("moving", f"by {self.side.binding}")
+        order = ReadOrder(self.granted.grant, self.granted.expected, self._source().record.process)
+        for ticket in self.tickets:
+            keep_granted(self.side.pool.memory, self.side.rounds.holder.view(ticket), self.granted.grant)
         self._each_ticket(lambda ticket: self.side.rounds.holder.assign(ticket, order))
+        if not self._tell_ways() and not self._told_way and self.transfer.phase is not Phase.ENDED:
+            self._step("moving", f"by {self.side.binding}")
+
+    def _tell_ways(self) -> bool:
+        """Say which way the pages take, and why; and over which lanes they came, once that is known."""
+        told = [way for ticket in self.tickets for way in self.side.ways(ticket)]
+        for way in told:
+            self._step(way.step, way.text)
+        self._told_way = self._told_way or bool(told)
+        return bool(told)
 
     def _stop(self, text: str) -> None:
         self._each_ticket(lambda ticket: self.side.rounds.holder.cancel(ticket, text))
@@ -222,6 +292,11 @@ class Running:
     def _give_up(self, failure: FailureClass, text: str) -> None:
         if self._ask_task is not None and self._ask_task is not asyncio.current_task():
             self._ask_task.cancel()
+        group = self.side.group
+        if group is not None and not group.may_give_up(self._id):
+            return  # promised to the other members: only waiting stops here (P11)
+        if group is not None:
+            group.explain(self._id, text)
         self._each_ticket(lambda ticket: self.side.rounds.holder.abandon(ticket, failure, text))
 
     def _each_ticket(self, call: Callable[[int], None]) -> None:
@@ -232,9 +307,17 @@ class Running:
         self.side.rounds.run()
 
     def _report(self) -> None:
+        if self.side.group is not None:
+            # acts only where it ended here without a share to show
+            self.side.group.refuse(self._id, self.transfer.reason)
+        else:
+            self.drop_pins()
+        self.on_ended(self)
+
+    def drop_pins(self) -> None:
+        """Let go what was here already; with other members, only once all of them know how the transfer ends (P10)."""
         if self.pins is not None:
             self.pins.drop()
-        self.on_ended(self)
 
     # ------------------------------------------------------------------------------------------------------- naming
 

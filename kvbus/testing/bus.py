@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbus.bus_assets import INSTANCE_TTL_S, AssetLimits, Assets, WorkLimits
-from kvbus.bus_guards import Tally, check_key, check_message, limit_for
+from kvbus.bus_guards import Tally, check_key, check_message, limit_for, store_headers
 from kvbus.errors import BusError
+from kvbus.testing.streams import Stream, matches
 from kvbus.topics import Topics
 from kvbus.transport import (
     BUCKET_EPOCH,
@@ -33,27 +33,6 @@ from kvbus.transport import (
 
 _ANSWERS_MAX = 64
 _QUEUED_MAX = 8_192
-_IDS_MAX = 100_000  # the broker forgets message ids after minutes; a test does not live that long
-
-
-def matches(subject_filter: str, subject: str) -> bool:
-    """Whether a subject fits a filter: `*` is any one token, `>` at the end is any one or more."""
-    wanted, given = subject_filter.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
-    return len(wanted) == len(given) and all(a in {"*", b} for a, b in zip(wanted, given, strict=True))
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Messages by sequence, in order; `live` is where they are repeated, empty for the work queue."""
-
-    subject_filter: str
-    live_from: str = ""
-    live_to: str = ""
-    messages: OrderedDict[int, Delivery] = field(default_factory=OrderedDict)
-    ids: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    head: int = 0
 
 
 @dataclass(slots=True)
@@ -73,7 +52,10 @@ class _Listener:
 
 
 class MemoryBroker:
-    """What the buses of one test share. `clock` decides when work is offered again and when entries expire."""
+    """What the buses of one test share. `clock` decides when work is offered again and when entries expire.
+
+    `log_age_max_s` is for how long facts and settle decisions are kept; for good, unless a test says otherwise.
+    """
 
     def __init__(
         self,
@@ -86,13 +68,14 @@ class MemoryBroker:
         self.topics = topics or Topics()
         self.limits = limits or AssetLimits()
         self.work = work or WorkLimits()
+        self.log_age_max_s: float | None = None
         self.clock = clock or (lambda: asyncio.get_running_loop().time())
         self.assets = Assets(self.topics, self.limits)
         prefix = self.topics.prefix
-        self.transfer = _Stream(self.topics.transfer_filter())
+        self.transfer = Stream(self.topics.transfer_filter())
         self.logs = [
-            _Stream(self.topics.facts_filter(), f"{prefix}.facts.", f"{prefix}.live.facts."),
-            _Stream(self.topics.settle_filter(), f"{prefix}.settle.", f"{prefix}.live.settle."),
+            Stream(self.topics.facts_filter(), f"{prefix}.facts.", f"{prefix}.live.facts."),
+            Stream(self.topics.settle_filter(), f"{prefix}.settle.", f"{prefix}.live.settle."),
         ]
         self.leased: dict[int, _Leased] = {}
         self.buckets: dict[str, dict[str, tuple[Entry, float]]] = {BUCKET_INSTANCES: {}, BUCKET_EPOCH: {}}
@@ -116,28 +99,40 @@ class MemoryBroker:
                 listener.owner.tally.count("client_SlowConsumerError")
         return answering
 
-    def store(self, subject: str, data: bytes, message_id: str) -> Stored | NotStored:
+    def store(self, subject: str, data: bytes, message_id: str, after: int | None = None) -> Stored | NotStored:
         """Append to the subject's stream and repeat it live."""
-        stream = next((s for s in (self.transfer, *self.logs) if matches(s.subject_filter, subject)), None)
-        if stream is None:
-            raise BusError("no stream answers for this; was ensure_assets run?", subject=subject)
+        stream = self.stream_of(subject)
         if (known := stream.ids.get(message_id)) is not None:
             return Stored(known, duplicate=True)
-        last = next((seq for seq in reversed(stream.messages) if stream.messages[seq].subject == subject), 0)
+        newest = stream.last(subject)
+        last = newest.sequence if newest else 0
+        if after is not None and after != last:
+            return NotStored("moved")
         if stream is self.transfer:
             if last:
                 return NotStored("pending")
             if len(stream.messages) >= self.limits.transfer_messages_max:
                 return NotStored("full")
-        stream.head += 1
-        stream.messages[stream.head] = Delivery(subject, data, stream.head)
-        stream.ids[message_id] = stream.head
-        if len(stream.ids) > _IDS_MAX:
-            stream.ids.popitem(last=False)
+        stream.append(subject, data, message_id, self.clock())
         if stream.live_to:
             live = stream.live_to + subject.removeprefix(stream.live_from)
             self.deliver(Delivery(live, data, stream.head, last))
         return Stored(stream.head, duplicate=False)
+
+    def stream_of(self, subject: str) -> Stream:
+        """Return the stream of a subject, without what is too old for it."""
+        stream = next((s for s in (self.transfer, *self.logs) if matches(s.subject_filter, subject)), None)
+        if stream is None:
+            raise BusError("no stream answers for this; was ensure_assets run?", subject=subject)
+        if stream is not self.transfer:
+            self.trim()
+        return stream
+
+    def trim(self) -> None:
+        """Drop from the logs what is too old."""
+        if self.log_age_max_s is not None:
+            for log in self.logs:
+                log.trim(self.clock() - self.log_age_max_s)
 
     def offer(self, subject_filter: str, most: int) -> list[tuple[Delivery, int]]:
         """Give out waiting requests with their attempt number, within the in-flight cap of their filter."""
@@ -193,11 +188,13 @@ class MemoryBus:
         self._check(subject, data)
         self.broker.deliver(Delivery(subject, bytes(data)))
 
-    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0) -> Stored | NotStored:
+    async def store(
+        self, subject: str, data: bytes, *, message_id: str, wait_s: float = 5.0, after: int | None = None
+    ) -> Stored | NotStored:
         """See `kvbus.transport.Bus`; the ack is immediate."""
         del wait_s
-        self._check(subject, data, {"Nats-Msg-Id": message_id})
-        return self.broker.store(subject, bytes(data), message_id)
+        self._check(subject, data, store_headers(message_id, after))
+        return self.broker.store(subject, bytes(data), message_id, after)
 
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
         """See `kvbus.transport.Bus`."""
@@ -262,12 +259,15 @@ class MemoryBus:
         """See `kvbus.transport.Bus`."""
         self._check(subject_filter, b"")
         self.broker.assets.history_stream(subject_filter)
-        found: deque[Delivery] = deque()
-        for log in self.broker.logs:
-            for sequence, delivery in log.messages.items():
-                if sequence > after_sequence and len(found) < most and matches(subject_filter, delivery.subject):
-                    found.append(delivery)
-        return list(found)
+        self.broker.trim()
+        found = (one for log in self.broker.logs for one in log.select(subject_filter, after_sequence))
+        return list(itertools.islice(found, most))
+
+    async def last(self, subject: str) -> Delivery | None:
+        """See `kvbus.transport.Bus`."""
+        self._check(subject, b"")
+        self.broker.assets.stream_of(subject)
+        return self.broker.stream_of(subject).last(subject)
 
     async def get(self, bucket: str, key: str) -> Entry | None:
         """See `kvbus.transport.Bus`."""

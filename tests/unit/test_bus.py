@@ -11,9 +11,10 @@ from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED, WorkLimits
 from kvbus.errors import BusError
 from kvbus.events import EVENT_LENGTH_MAX_BYTES, REQUEST_LENGTH_MAX_BYTES
-from kvbus.testing.bus import MemoryBroker
+from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Command, Topics
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Delivery, NoAnswer, NotStored, Stored
+from tests.unit.helpers.log_promises import LOG_PROMISES, Trim, check_that_a_trimmed_log_starts_anew
 from tests.waiting import until
 
 TOPICS = Topics()
@@ -47,6 +48,22 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
             yield connect_nats
             await close_all(buses)
     await close_all(buses)
+
+
+@pytest.fixture
+def trim(bus: Bus) -> Trim:
+    """Take from the settle logs all that they hold."""
+
+    async def trim_all() -> None:
+        if isinstance(bus, NatsBus):
+            await bus.ask("$JS.API.STREAM.PURGE.KVB_SETTLE", b"", wait_s=5)
+        else:
+            assert isinstance(bus, MemoryBus)
+            bus.broker.log_age_max_s = 0.0
+            bus.broker.trim()
+            bus.broker.log_age_max_s = None
+
+    return trim_all
 
 
 async def close_all(buses: list[Bus]) -> None:
@@ -220,6 +237,31 @@ async def test_history_reads_a_log_from_a_sequence_oldest_first(bus: Bus) -> Non
     assert await bus.history("kv.settle.*") == []
     with pytest.raises(ValueError, match="facts and settle"):
         await bus.history("kv.transfer.b.*")
+
+
+# P13: the fence under a coordinator's appends
+@pytest.mark.contract("P13")
+@pytest.mark.parametrize("check", LOG_PROMISES, ids=lambda check: check.__name__)
+async def test_a_settle_log_keeps_its_promises(
+    check: Callable[[Bus, Bus], Awaitable[None]], bus: Bus, connect: Connect
+) -> None:
+    await check(bus, await connect())
+
+
+# P14: the hole itself, as a bus has it; who appends has to know
+@pytest.mark.contract("P14")
+async def test_a_trimmed_log_refuses_its_owner_and_lets_a_zombie_in(bus: Bus, connect: Connect, trim: Trim) -> None:
+    await check_that_a_trimmed_log_starts_anew(bus, await connect(), trim)
+
+
+async def test_a_fence_holds_for_facts_and_requests_too(bus: Bus) -> None:
+    assert await bus.store("kv.facts.a", b"1", message_id="1", after=0) == Stored(1, duplicate=False)
+    assert await bus.store("kv.facts.a", b"2", message_id="2", after=0) == NotStored("moved")
+    assert await bus.last("kv.facts.a") == Delivery("kv.facts.a", b"1", 1)
+    subject = TOPICS.transfer("b", HASHES[0])
+    assert await bus.store(subject, b"1", message_id="1", after=3) == NotStored("moved")
+    assert await bus.store(subject, b"1", message_id="1", after=0) == Stored(1, duplicate=False)
+    assert await bus.store(subject, b"1", message_id="1", after=0) == Stored(1, duplicate=True)
 
 
 async def test_a_request_that_is_queued_or_running_is_refused_until_it_is_finished(bus: Bus) -> None:

@@ -14,7 +14,7 @@ from kvbus.bus_assets import EMBEDDED, INSTANCE_TTL_S, Assets, WorkLimits, drift
 from kvbus.bus_guards import check_version, headers_length, shown, within
 from kvbus.errors import BusError, ConfigError
 from kvbus.topics import Topics
-from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Delivery, NoAnswer, Stored
+from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Delivery, NoAnswer, NotStored, Stored
 from tests.waiting import until
 
 TOPICS = Topics()
@@ -268,6 +268,42 @@ async def test_an_instance_that_is_not_refreshed_expires_with_its_bucket_and_may
     assert await bus.keys(BUCKET_INSTANCES) == []
     assert await bus.compare_and_set(BUCKET_INSTANCES, "a", b"2", revision=0)
     assert await bus.get(BUCKET_EPOCH, "a") is not None
+
+
+# P14: with the broker's own clock; an hour in production, half a second here
+@pytest.mark.contract("P14")
+async def test_a_term_that_outlived_its_stream_refuses_its_owner_and_lets_a_zombie_in(
+    bus: NatsBus, connect: Connect
+) -> None:
+    wanted = next(one for one in Assets(TOPICS, EMBEDDED).streams() if one["name"] == "KVB_SETTLE")
+    short = json.dumps(wanted | {"max_age": 500_000_000, "duplicate_window": 500_000_000}).encode()
+    await bus.ask("$JS.API.STREAM.UPDATE.KVB_SETTLE", short, wait_s=5)
+    zombie, log = await connect(), TOPICS.settle("a")
+    assert await bus.store(log, b"term", message_id="1", after=0) == Stored(1, duplicate=False)
+
+    async def is_gone() -> bool:
+        return await bus.last(log) is None
+
+    await until(is_gone)
+    assert await bus.history(log) == []
+    assert await bus.store(log, b"owner", message_id="2", after=1) == NotStored("moved")
+    assert await zombie.store(log, b"zombie", message_id="3", after=0) == Stored(2, duplicate=False)
+
+
+async def test_a_fence_and_its_repeats_outlive_a_killed_broker(bus: NatsBus, broker: EmbeddedBroker) -> None:
+    log = TOPICS.settle("a")
+    assert await bus.store(log, b"1", message_id="1", after=0) == Stored(1, duplicate=False)
+    broker.kill()
+    await until(lambda: not bus.health().connected)
+    with pytest.raises(BusError, match="no connection"):
+        await bus.last(log)
+    with pytest.raises(BusError, match="no connection"):
+        await bus.store(log, b"2", message_id="2", after=1)
+    await broker.start()
+    await until(lambda: bus.health().connected)
+    assert await bus.store(log, b"1", message_id="1", after=0) == Stored(1, duplicate=True)
+    assert await bus.store(log, b"2", message_id="2", after=1) == Stored(2, duplicate=False)
+    assert await bus.last(log) == Delivery(log, b"2", 2)
 
 
 def test_an_older_server_is_refused_by_version() -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import example, given, settings
@@ -98,6 +99,15 @@ def test_cut_off_bytes_are_refused(path: Path) -> None:
             decode(data[:length])
     with pytest.raises(PeerError):
         decode(data + b"\x00")
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [("heartbeat", "settle_term", 0), ("void", "members", ())])
+def test_bytes_from_before_a_field_was_added_are_still_read(name: str, field: str, value: object) -> None:
+    whole = golden_document(name)
+    body = whole["b"]
+    assert isinstance(body, dict)
+    assert body.pop(field) != value
+    assert getattr(decode(pack(whole)).body, field) == value
 
 
 # ------------------------------------------------------------------------------------------------------ the envelope
@@ -217,6 +227,27 @@ def changed(name: str, **fields: object) -> bytes:
         ("open", "members", [["m0", "7", 0, 1]]),
         ("settle", "members", [["m0", 0, 0, 1]]),
         ("settle", "members", [["m0", 7, 65_536, 1]]),
+        ("void", "members", [["m0", 7, 0]]),
+        ("visible", "members", [["m0", 7, 0, -1]]),
+        ("term", "member", "é" * 30),
+        ("term", "epoch", 0),
+        ("shares", "shares", [["t", 0, 1, 0, 0, 0]]),
+        ("shares", "shares", [["", 0, 1, 0, 0, 0, "open"]]),
+        ("shares", "shares", [["t", 65_536, 1, 0, 0, 0, "open"]]),
+        ("shares", "shares", [["t", 0, 1, 2**32, 0, 0, "open"]]),
+        ("shares", "shares", [["t", 0, 1, 0, 0, 0, "closed"]]),
+        ("shares", "shares", [["t", "0", 1, 0, 0, 0, "open"]]),
+        ("shares", "head", -1),
+        ("plan_asked", "transfer", ""),
+        ("plan", "request_hash", "0" * 31),
+        ("plan", "request_hash", ""),
+        ("plan", "source", "é" * 30),
+        ("plan", "source", ""),
+        ("plan", "tokens", b"abc"),
+        ("plan", "tokens", b""),
+        ("plan", "request_id", ""),
+        ("plan", "on_miss", "maybe"),
+        ("plan", "remaining_s", -1.0),
         ("lend_requested", "wait_s", 2.5),
         ("lend_requested", "process", {"pid": 0, "start_ticks": 1, "boot_id": "", "pid_namespace": 1}),
         ("lease_released", "nonce", b"x" * 17),
@@ -228,6 +259,42 @@ def test_a_field_that_does_not_fit_is_refused_and_named(name: str, field: str, v
     with pytest.raises(PeerError, match="does not fit its kind") as caught:
         decode(changed(name, **{field: value}))
     assert str(caught.value.details["problem"]).split(".")[0].split(":")[0] in {field, "event"}
+
+
+share_rows = st.tuples(
+    st.text(min_size=1, max_size=200).filter(lambda text: text.isprintable()),
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from(["open", "settled", "visible", "void"]),
+    st.text(max_size=200).filter(lambda text: text.isprintable()),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(share_rows, max_size=20), st.integers(0, 2**63 - 1))
+def test_what_a_member_holds_comes_back_row_by_row(
+    rows: list[tuple[str, int, int, int, int, int, Literal["open", "settled", "visible", "void"], str]], head: int
+) -> None:
+    body = events.SharesReported(term=1, head=head, shares=tuple(rows))
+    assert decode(encode(header("shares"), body)).body == body
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.floats(0, 86_400))
+def test_a_plan_comes_back_as_it_went(tokens: list[int], remaining_s: float) -> None:
+    body = events.PlanAnswered(
+        transfer="t",
+        known=True,
+        request_id="r",
+        request_hash="0" * 32,
+        source="a",
+        tokens=column(tokens, 4),
+        remaining_s=remaining_s,
+    )
+    assert decode(encode(header("plan"), body)).body == body
 
 
 def test_the_ways_to_give_a_prompt_never_collide() -> None:

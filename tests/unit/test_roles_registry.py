@@ -27,8 +27,10 @@ def record(process: ProcessIdentity) -> InstanceRecord:
     )  # fmt: skip
 
 
-async def registered(bus: MemoryBus, process: ProcessIdentity, *, epoch: int, instance: str = "a") -> None:
-    header = Header(k=InstanceRecord.KIND, i=instance, m="m0", e=epoch, s=1, t=1)
+async def registered(
+    bus: MemoryBus, process: ProcessIdentity, *, epoch: int, instance: str = "a", speaker: str = "m0"
+) -> None:
+    header = Header(k=InstanceRecord.KIND, i=instance, m=speaker, e=epoch, s=1, t=1)
     await bus.put(BUCKET_INSTANCES, registry_key(instance, "m0"), encode(header, record(process)))
 
 
@@ -93,3 +95,13 @@ async def test_records_that_cannot_be_read_hide_no_others() -> None:
     await registered(bus, identity(), epoch=epoch_from(1, 1))
     await registered(bus, identity(), epoch=epoch_from(1, 1), instance="ab")
     assert [(one.instance, one.member) for one in await lookup(bus, "a")] == [("a", "m0")]
+
+
+@pytest.mark.parametrize("speaker", ["", "m1", "." * 64])
+async def test_a_record_of_one_member_under_the_name_of_another_is_nobodys(speaker: str) -> None:
+    # a source's member is asked on a subject of its own, which an empty or overlong name would not make
+    bus = MemoryBroker().connect()
+    await registered(bus, identity(), epoch=epoch_from(1, 1), speaker=speaker)
+    nameless = Header(k=InstanceRecord.KIND, i="a", m="", e=epoch_from(1, 1), s=1, t=1)
+    await bus.put(BUCKET_INSTANCES, registry_key("a", ""), encode(nameless, record(identity())))
+    assert await lookup(bus, "a") == []

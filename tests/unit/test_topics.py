@@ -44,19 +44,27 @@ subjects: st.SearchStrategy[Callable[[str], tuple[str, Subject]]] = st.sampled_f
         lambda name: (TOPICS.live_settle(name), Subject(Family.LIVE_SETTLE, name)),
         lambda name: (TOPICS.result(name), Subject(Family.RESULT, name)),
         lambda name: (TOPICS.heartbeat(name), Subject(Family.HEARTBEAT, name)),
+        lambda name: (TOPICS.shares(name), Subject(Family.SHARES, name)),
+    ]
+)
+
+to_members: st.SearchStrategy[Callable[[str], tuple[str, Subject]]] = st.sampled_from(
+    [
+        lambda name, verb=verb: (TOPICS.command("b", verb, name), Subject(Family.COMMAND, "b", verb.value, name))
+        for verb in Command
     ]
 )
 
 
 @settings(deadline=None)
-@given(subjects, names | awkward)
+@given(subjects | to_members, names | awkward)
 def test_what_is_built_is_parsed_back(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     subject, parts = build(name)
     assert TOPICS.parse(subject) == parts
 
 
 @settings(deadline=None)
-@given(subjects, names | awkward)
+@given(subjects | to_members, names | awkward)
 def test_a_built_subject_is_legal_whatever_the_name(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     subject, _ = build(name)
     tokens = subject.split(".")
@@ -71,6 +79,13 @@ def test_a_built_subject_is_legal_whatever_the_name(build: Callable[[str], tuple
 @example(lambda name: (TOPICS.facts(name), Subject(Family.FACTS, name)), "\ud800")
 def test_a_name_that_does_not_fit_cannot_be_built(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     assume(not fits(name))
+    with pytest.raises(ValueError, match=r".+"):
+        build(name)
+
+
+@settings(deadline=None)
+@given(to_members, st.text(min_size=65, max_size=80) | st.sampled_from(["\ud800", "é" * 11, "." * 22]))
+def test_a_member_that_does_not_fit_cannot_be_asked(build: Callable[[str], tuple[str, Subject]], name: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         build(name)
 
@@ -113,6 +128,12 @@ def test_a_token_is_the_one_form_of_its_name_or_refused(token: str) -> None:
 @example(f"kv.transfer.a.{HASH.upper()}")
 @example("kv.cmd.a.explode")
 @example("kv.cmd.a")
+@example("kv.cmd.a.lease.")
+@example("kv.cmd.a.lease.*")
+@example("kv.cmd.a.lease.=41")
+@example("kv.cmd.a.lease.m0.m1")
+@example("kv.query.a.stats.m0")
+@example("kv.shares.a.m0")
 @example("other.facts.a")
 @example("kv.>")
 def test_arbitrary_text_is_parsed_to_what_builds_it_or_refused(text: str) -> None:
@@ -122,7 +143,7 @@ def test_arbitrary_text_is_parsed_to_what_builds_it_or_refused(text: str) -> Non
 @settings(deadline=None)
 @given(
     st.sampled_from([family.value for family in Family]),
-    st.lists(st.text(alphabet="ab.*>=4 1\n_-", max_size=6) | st.sampled_from([HASH, "lease", "stats"]), max_size=3),
+    st.lists(st.text(alphabet="ab.*>=4 1\n_-", max_size=6) | st.sampled_from([HASH, "lease", "stats"]), max_size=4),
 )
 def test_text_that_looks_like_a_subject_is_parsed_or_refused(family: str, tail: list[str]) -> None:
     refused_or_rebuilt(".".join(["kv", family, *tail]))
@@ -134,7 +155,15 @@ def refused_or_rebuilt(text: str) -> None:
     except PeerError:
         return
     tokens = ["kv", parts.family.value, escape(parts.name), *([parts.last] if parts.last else [])]
-    assert ".".join(tokens) == text
+    assert ".".join([*tokens, *([escape(parts.member)] if parts.member else [])]) == text
+
+
+def test_a_command_goes_to_an_instance_or_to_one_member_of_it() -> None:
+    assert TOPICS.command("b", Command.LEASE) == "kv.cmd.b.lease"
+    assert TOPICS.command("b", Command.LEASE, "m.0") == "kv.cmd.b.lease.m=2E0"
+    for subject in ("kv.cmd.b.lease.", "kv.cmd.b.lease.m.0", "kv.query.b.stats.m0", "kv.shares.b.m0"):
+        with pytest.raises(PeerError):
+            TOPICS.parse(subject)
 
 
 @pytest.mark.parametrize("request_hash", ["", "x" * 32, HASH.upper(), HASH[:-1], HASH + "0", HASH + "\n", "*"])

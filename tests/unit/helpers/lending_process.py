@@ -1,6 +1,7 @@
 """A lending process for the tests of readers: a filled pool, reachable by UCX and by memory, driven over a pipe."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from kvbus.dataplane.socket_server import Served, SocketPlace, SocketServer
+from kvbus.dataplane.socket_wire import SECRET_BYTES
 from kvbus.dataplane.ucx import UcxPlane
+from kvbus.errors import BackendError
 from kvbus.events import ProcessIdentity, ReaderKey, column
-from kvbus.grants import Grant, MemoryAccess, PoolGeometry, UcxAccess
+from kvbus.grants import Grant, MemoryAccess, PoolGeometry, SocketAccess, UcxAccess
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import identity
@@ -60,6 +64,7 @@ class Described:
     counters: tuple[int, ...]
     ucx: UcxAccess
     memory: MemoryAccess
+    socket: SocketPlace
 
 
 def geometry_of(memory: PoolMemory) -> PoolGeometry:
@@ -81,6 +86,8 @@ def serve(pipe: Connection, page_bytes: int, pages: int, settings: Mapping[str, 
     noticed = threading.Event()
     plane = UcxPlane(wake=noticed.set, settings=settings)
     plane.start()
+    server = SocketServer(wake=noticed.set)
+    server.register(memory)
     described = Described(
         process=identity(),
         geometry=geometry_of(memory),
@@ -88,6 +95,7 @@ def serve(pipe: Connection, page_bytes: int, pages: int, settings: Mapping[str, 
         counters=memory.generations.counters(range(pages)),
         ucx=plane.register(memory),
         memory=MemoryAccess(process=identity(), fd=memory.fd),
+        socket=server.start(),
     )
     pipe.send(described)
     while True:
@@ -102,6 +110,19 @@ def serve(pipe: Connection, page_bytes: int, pages: int, settings: Mapping[str, 
             if noticed.wait(arguments[0]):
                 noticed.clear()
             pipe.send(plane.notices())
+        elif verb == "serve":
+            with contextlib.suppress(BackendError):  # a grant that is wrong on purpose
+                server.open(Served(arguments[0], 0, *arguments[1:]))
+            pipe.send(None)
+        elif verb == "close":
+            server.close_lease(arguments[0])
+            pipe.send(None)
+        elif verb == "ended":
+            noticed.wait(arguments[0])
+            noticed.clear()
+            pipe.send((tuple(server.ended()), tuple(server.released())))
+        elif verb == "served":
+            pipe.send(server.statistics())
 
 
 class LendingProcess:
@@ -112,6 +133,8 @@ class LendingProcess:
         if not pipe.poll(ANSWER_S):
             raise TimeoutError("the lender did not describe itself")
         self.described: Described = pipe.recv()
+        self.answers = True
+        self._tickets = itertools.count(1)
 
     @property
     def pid(self) -> int:
@@ -124,23 +147,27 @@ class LendingProcess:
         return self._pipe.recv()
 
     def kill(self) -> None:
+        self.answers = False
         os.kill(self.pid, signal.SIGKILL)
 
     def freeze(self) -> None:
+        self.answers = False
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
+        self.answers = True
 
     def grant(self, pages: Sequence[int], /, **changes: object) -> Grant:
-        """The grant for these pages, with any field changed."""
-        told = self.described
+        """The grant for these pages, with any field changed; what it says is what its page server lends."""
+        told, ticket = self.described, next(self._tickets)
+        secret = ticket.to_bytes(SECRET_BYTES, "big")
         fields: dict[str, object] = {
             "lender_instance": "A",
             "lender_member": "m0",
             "lender_epoch": LENDER_EPOCH,
             "reader": reader_key(),
-            "ticket": 1,
+            "ticket": ticket,
             "rank": 0,
             "fingerprint": told.fingerprint,
             "nonce": b"n" * 16,
@@ -149,8 +176,12 @@ class LendingProcess:
             "counters": column((told.counters[page] for page in pages), 8),
             "ucx": told.ucx,
             "memory": told.memory,
+            "socket": SocketAccess(addresses=told.socket.addresses, port=told.socket.port, secret=secret),
         }
-        return Grant.model_validate({**fields, **changes})
+        grant = Grant.model_validate({**fields, **changes})
+        if self.answers:
+            self.ask("serve", grant.ticket, secret, grant.page_indexes(), grant.page_counters())
+        return grant
 
 
 def reader_key(transfer: str = "t1", attempt: int = 1, epoch: int = READER_EPOCH) -> ReaderKey:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvbus.dataplane.memory import MemoryReader
 from kvbus.dataplane.reading import ReadOrder
+from kvbus.dataplane.socket_reader import SocketReader, SocketReaderSettings
 from kvbus.dataplane.ucx import UcxPlane, UcxReader, UcxReaderSettings
 from kvbus.grants import Grant
 from kvbus.ledger.types import Backend, Cancelled, Change, Delivered, Direction, LeaseView, Order
@@ -147,7 +148,28 @@ def tcp_side(
         yield side
 
 
-MAKERS: dict[str, Maker] = {"ucx": ucx_side, "ucx-tcp": tcp_side, "memory": memory_side}
+@contextlib.contextmanager
+def socket_side(
+    *,
+    page_bytes: int = 64 << 10,
+    pages: int = 256,
+    rate_limit_bytes_s: float | None = None,
+    wire_up_s: float = 10.0,
+) -> Iterator[Side]:
+    woken = threading.Event()
+    chosen = SocketReaderSettings(rate_limit_bytes_s=rate_limit_bytes_s, wire_up_s=wire_up_s)
+    reader = SocketReader(wake=woken.set, settings=chosen)
+    reader.start()
+    memory = PoolMemory.create(layout(page_bytes), pages, READER_EPOCH)
+    reader.register(memory)
+    try:
+        yield Side(reader, memory, woken, None)
+    finally:
+        reader.shutdown(5.0)
+        reader.release_hold()
+
+
+MAKERS: dict[str, Maker] = {"ucx": ucx_side, "ucx-tcp": tcp_side, "memory": memory_side, "socket": socket_side}
 
 
 def arrived_of(change: Change) -> tuple[bool, ...]:

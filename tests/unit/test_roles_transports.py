@@ -1,0 +1,119 @@
+"""Which transports a member opens, and what it offers to whom."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvbus.config import WorkerSettings, checked_settings
+from kvbus.errors import ConfigError
+from kvbus.events import LendRequested
+from kvbus.grants import UcxAccess
+from kvbus.processes import identity
+from kvbus.roles.offers import PoolAccess
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.transports import DataPlane, open_data_plane
+from tests.unit.helpers.lending_process import layout, reader_key
+
+UCX = UcxAccess(address=b"a", rkey=b"r")
+
+
+def settings(folder: Path, **values: object) -> WorkerSettings:
+    return checked_settings(instance="b", nats_url="nats://127.0.0.1:1", run_dir=folder, **values)
+
+
+@contextmanager
+def opened(folder: Path, **values: object) -> Iterator[DataPlane]:
+    pool = PoolSide.create(layout(4096), pages=8, tokens_max=64, vocab_size=256, epoch=5 << 32 | 1)
+    moving = open_data_plane(settings(folder, **values), pool, lambda: None)
+    try:
+        yield moving
+    finally:
+        moving.reader.shutdown(1.0)
+        moving.reader.release_hold()
+        moving.lending.release_hold()
+
+
+def question(*transports: str, here: bool = True) -> LendRequested:
+    process = identity() if here else identity().model_copy(update={"boot_id": "another"})
+    return LendRequested(
+        key=reader_key(), nonce=b"n" * 16, fingerprint="f", names=b"x" * 16, first_block=0, tokens=b"", salt="",
+        on_miss="partial", budget_s=1.0, wait_s=1.0, process=process, transports=transports,
+    )  # fmt: skip
+
+
+def test_auto_takes_all_that_is_there(tmp_path: Path) -> None:
+    with opened(tmp_path, backend="auto") as moving:
+        assert moving.transports == ("ucx", "memory", "socket")
+        assert moving.access.names() == ("ucx", "memory", "socket")
+        assert moving.reader.name == "auto"
+
+
+def test_auto_goes_without_ucx_where_it_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+        assert moving.transports == ("memory", "socket")
+        assert moving.access.names() == ("memory", "socket")
+        assert moving.plane is None
+    assert "UCX cannot be used here" in caplog.text
+
+
+def test_costs_that_make_no_sense_end_the_start(tmp_path: Path) -> None:
+    for costs, word in (({"memory": (-1, 0, 0)}, "transport_costs"), ({"memory": (1,)}, "transport_costs")):
+        with pytest.raises(ConfigError, match=word):
+            settings(tmp_path, transport_costs=costs)
+    with (
+        pytest.raises(ConfigError, match="carrier pigeon"),
+        opened(tmp_path, backend="memory", transport_costs={"carrier pigeon": (1, 1, 1)}),
+    ):
+        pass
+
+
+def test_a_transport_that_was_named_is_the_only_one_and_its_absence_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path, backend="socket") as moving:
+        assert (moving.transports, moving.access.names()) == (("socket",), ("socket",))
+    with opened(tmp_path, backend="memory") as moving:
+        assert (moving.transports, moving.access.names()) == (("memory",), ("memory",))
+    missing = opened(tmp_path, backend="ucx", network_devices="nosuchdevice0")
+    with pytest.raises(ConfigError, match="nosuchdevice0"), missing:
+        pass
+
+
+def test_each_lease_gets_a_secret_of_its_own_and_only_what_was_asked_for(tmp_path: Path) -> None:
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+        first, second = (moving.access.offer(question("memory", "socket")) for _ in range(2))
+        assert first.secret != second.secret
+        assert not first.by_socket_only
+        assert moving.access.offer(question("socket")).by_socket_only
+        assert moving.access.offer(question("ucx", "memory")).socket is None
+
+
+def test_a_reader_of_another_host_is_offered_nothing_that_keeps_its_lease_from_being_closed(tmp_path: Path) -> None:
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+        offer = moving.access.offer(question("ucx", "memory", "socket", here=False))
+        assert (offer.memory, offer.by_socket_only) == (None, True)
+        own = moving.access
+    through = PoolAccess(ucx=UCX, memory=own.memory, socket=own.socket, ucx_is_local=False)
+    assert through.offer(question("ucx", "socket", here=False)).ucx is UCX
+    looped = PoolAccess(ucx=UCX, memory=own.memory, socket=own.socket, ucx_is_local=True)
+    assert looped.offer(question("ucx", "socket", here=False)).by_socket_only  # its address would lead nowhere
+    assert looped.offer(question("ucx", "socket")).ucx is UCX
+    without = PoolAccess(ucx=None, memory=moving.access.memory).offer(question("memory", here=False))
+    assert without.memory is not None  # whether it can be reached is its reader's to find out
+
+
+@pytest.mark.parametrize("values", [
+    {"socket_address": "localhost"},
+    {"socket_address": "0.0.0.0"},  # noqa: S104 - refused, as it should be
+    {"socket_address": "0.0.0.0", "socket_advertise": ("::",)},  # noqa: S104
+    {"socket_advertise": ("a.host",)},
+    {"socket_port": 70_000},
+    {"backend": "carrier pigeon"},
+])  # fmt: skip
+def test_where_the_page_server_listens_and_is_reached_must_be_addresses(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(values))):
+        settings(tmp_path, **values)
+    wild = settings(tmp_path, socket_address="::", socket_advertise=("192.0.2.7",))
+    assert wild.socket_advertise == ("192.0.2.7",)
