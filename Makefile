@@ -11,11 +11,11 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint style types imports sizes words format model bench clean distclean
+.PHONY: help setup demo test lint style types imports sizes words format model mutants bench bench-peers chaos-data clean distclean
 .NOTPARALLEL:
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install kvbus with everything that demo and test need
 
@@ -75,16 +75,28 @@ model: ## verify the model of a lease's life with spin, and that each planted fa
 	@status=0; python3 scripts/check_model || status=$$?; \
 	if [ $$status = 3 ]; then echo "model: SKIPPED, see above" >&2; exit 0; fi; exit $$status
 
+mutants: setup ## plant each fault, one at a time, and demand that a check notices it (NAME="part of a name" for some)
+	$(BIN)/python -m kvbus.testing.sim.mutants $(if $(NAME),"$(NAME)")
+
 bench: setup ## run every benchmark; each prints ratios measured side by side in one run
 	@found=0; for file in bench/*.py; do \
 	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
 	done; \
 	if [ $$found = 0 ]; then echo "there is no benchmark in bench/ yet" >&2; exit 1; fi
 
+bench-peers: setup ## install what bench/dataplane.py measures beside kvbus (NIXL, Mooncake) into .venv-peers
+	$(BIN)/python -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
+	@.venv-peers/bin/python -c 'import mooncake.engine' 2>/dev/null || \
+	  echo "Mooncake cannot be loaded: on Debian and Ubuntu it wants apt-get install libibverbs1" >&2
+
+chaos-data: setup ## kill, stop, forge and cancel between real processes, as a table (ARGS="--only 'source killed'")
+	$(BIN)/python -m bench.chaos_data $(ARGS)
+
 clean: ## remove caches and what test runs leave
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache htmlcov test-results
 	rm -f .coverage .coverage.* coverage.json
 	find kvbus tests scripts bench docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-distclean: clean ## also remove .venv
-	rm -rf $(VENV)
+distclean: clean ## also remove .venv and .venv-peers
+	rm -rf $(VENV) .venv-peers

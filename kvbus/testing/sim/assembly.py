@@ -14,10 +14,12 @@ from kvbus.ledger.holder import LeaseHolder
 from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Containment, Direction
 from kvbus.pool.allocator import PageAllocator
+from kvbus.pool.digests import DigestMode
 from kvbus.pool.index import ReuseIndex
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.memory import PoolMemory
 from kvbus.roles.asking import Asker
+from kvbus.roles.council import Place as InstancePlace
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.destination import Destination
 from kvbus.roles.intake import Intake
@@ -29,8 +31,10 @@ from kvbus.roles.registry import Presence
 from kvbus.roles.results import Results
 from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
+from kvbus.roles.sharing import Sharing
 from kvbus.roles.source import LenderName, PoolAccess, Source
 from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.councils import Councils, WatchedCouncil, member_name
 from kvbus.testing.sim.engine import SimEngine
 from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.model import Model
@@ -38,9 +42,9 @@ from kvbus.testing.sim.plane import SimReader
 from kvbus.testing.sim.prompts import TOKEN_MAX
 from kvbus.testing.sim.settings import SimSettings
 from kvbus.testing.sim.truth import SimProcess, SimWatch, Truth, WatchedLender
+from kvbus.testing.sim.watched import WatchedGate
 from kvbus.topics import Topics
 
-MEMBER = "m0"
 DEDUP_TTL_S = 1.0
 """Short, so that one document is asked for again and again within a run."""
 DEDUP_ENTRIES_MAX = 1_000
@@ -71,6 +75,8 @@ class Parts:
     presence: Presence
     recorder: Recorder
     engine: SimEngine
+    council: WatchedCouncil | None
+    sharing: Sharing | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,18 @@ class Place:
     bus: SimBus
     topics: Topics
     instance: str
+    rank: int
     others: tuple[str, ...]
     seed: str
     ring: Callable[[], None]
     wall_s: Callable[[], float]
     nonce: Callable[[int], bytes]
+    councils: Councils
+
+    @property
+    def member(self) -> str:
+        """The name of this member."""
+        return member_name(self.rank)
 
 
 class Builder:
@@ -116,17 +129,20 @@ class Builder:
             pool.memory,
             seed=place.seed,
             rates=place.settings.weather,
+            flips=place.settings.flips,
             wake=place.ring,
         )
         model = Model(truth, place.process, recorder, pool=pool)
         rounds = model.rounds = self._rounds(pool, reader, model)
+        council = self._council(recorder, rounds)
         place.process.holds = lambda ticket: bool(rounds.holder.bits(ticket))
         desk = self._desk(pool, rounds)
         engine = SimEngine(truth, place.actor, place.process, pool, desk, seed=place.seed)
         source = self._source(pool, rounds, recorder, Prefiller(port=engine, desk=desk))
         asker, gate = self._asker(recorder), self._gate()
+        place.bus.on_taken_off = gate.taken_off
         destination = Destination(
-            side=self._side(pool, rounds, asker, recorder),
+            side=self._side(pool, rounds, asker, recorder, council),
             gate=gate,
             results=Results(bus=place.bus, topics=place.topics, recorder=recorder),
             bus=place.bus,
@@ -134,7 +150,7 @@ class Builder:
             wall_s=place.wall_s,
         )
         rounds.follow(destination)
-        intake = self._intake(destination, source, recorder)
+        intake = self._intake(destination, source, recorder, council)
         return Parts(
             epoch=self._epoch,
             pool=pool,
@@ -147,19 +163,24 @@ class Builder:
             gate=gate,
             destination=destination,
             intake=intake,
-            presence=self._presence(pool, recorder),
+            presence=self._presence(pool, recorder, council),
             recorder=recorder,
             engine=engine,
+            council=council,
+            sharing=self._sharing(recorder, council, destination),
         )
 
     def _pool(self) -> PoolSide:
         place, settings = self._place, self._place.settings
         head_dim = PAGE_BYTES // (4 * settings.block_tokens)
-        layout = PageLayout("toy", 1, 1, settings.block_tokens, head_dim, "uint32", 0, 1, "ab")
+        layout = PageLayout("toy", 1, 1, settings.block_tokens, head_dim, "uint32", place.rank, settings.ranks, "ab")
         memory = place.process.memory = PoolMemory.create(layout, settings.pages, self._epoch)
+        memory.digests.turn_on(DigestMode.GRANT if settings.flips else DigestMode.OFF)
         allocator = PageAllocator(settings.pages)
         cap = settings.pages - settings.blocks_max
-        lender = WatchedLender(memory, allocator, ReuseIndex(), name="pool0", rank=0, lent_cap_pages=cap)
+        lender = WatchedLender(
+            memory, allocator, ReuseIndex(), name=f"pool{place.rank}", rank=place.rank, lent_cap_pages=cap
+        )
         lender.truth, lender.process = place.truth, place.process
         tokens_max = settings.block_tokens * (settings.blocks_max + 1) - 1
         return PoolSide(layout, memory, allocator, lender, tokens_max, TOKEN_MAX, cap)
@@ -170,7 +191,7 @@ class Builder:
             bus=place.bus,
             topics=place.topics,
             instance=place.instance,
-            member=MEMBER,
+            member=place.member,
             epoch=self._epoch,
             unix_ns=lambda: int(place.wall_s() * 1e9),
         )
@@ -186,7 +207,7 @@ class Builder:
             lenders=[pool.lender],
         )
         agreement = Agreement(term=self._epoch)
-        return Rounds(holder=holder, agreement=agreement, sink=model, member=MEMBER, epoch=self._epoch)
+        return Rounds(holder=holder, agreement=agreement, sink=model, member=self._place.member, epoch=self._epoch)
 
     def _desk(self, pool: PoolSide, rounds: Rounds) -> PoolDesk:
         desk = PoolDesk(
@@ -214,7 +235,7 @@ class Builder:
     def _source(self, pool: PoolSide, rounds: Rounds, recorder: Recorder, prefiller: Prefiller) -> Source:
         place = self._place
         return Source(
-            name=LenderName(place.instance, MEMBER, self._epoch),
+            name=LenderName(place.instance, place.member, self._epoch),
             pool=pool,
             access=PoolAccess(ucx=None, memory=MemoryAccess(process=place.process.identity, fd=pool.memory.fd)),
             rounds=rounds,
@@ -238,9 +259,11 @@ class Builder:
             has_died=place.truth.has_died,
         )
 
-    def _gate(self) -> AdmissionGate:
+    def _gate(self) -> WatchedGate:
         place = self._place
-        return AdmissionGate(
+        return WatchedGate(
+            place.truth.trail,
+            place.process.name,
             instance=place.instance,
             source_allow=place.others,
             inflight_max=place.settings.inflight_max,
@@ -248,11 +271,47 @@ class Builder:
             entries_max=DEDUP_ENTRIES_MAX,
         )
 
-    def _side(self, pool: PoolSide, rounds: Rounds, asker: Asker, recorder: Recorder) -> ReaderSide:
+    def _council(self, recorder: Recorder, rounds: Rounds) -> WatchedCouncil | None:
+        place, ranks = self._place, self._place.settings.ranks
+        if ranks == 1:
+            return None
+        council = WatchedCouncil(
+            place=InstancePlace(
+                place.instance, place.member, self._epoch, {member_name(rank): rank for rank in range(ranks)}
+            ),
+            bus=place.bus,
+            topics=place.topics,
+            recorder=recorder,
+            holder=rounds.holder,
+            run_rounds=rounds.run,
+            clock=self._clock,
+        )
+        council.watched_by(place.councils, place.process, place.bus, place.truth.trail)
+        rounds.group = council
+        return council
+
+    def _sharing(self, recorder: Recorder, council: WatchedCouncil | None, destination: Destination) -> Sharing | None:
+        if council is None:
+            return None
+        place = self._place
+        council.carrier = sharing = Sharing(
+            bus=place.bus,
+            topics=place.topics,
+            recorder=recorder,
+            instance=place.instance,
+            council=council,
+            destination=destination,
+            clock=self._clock,
+        )
+        return sharing
+
+    def _side(
+        self, pool: PoolSide, rounds: Rounds, asker: Asker, recorder: Recorder, council: WatchedCouncil | None
+    ) -> ReaderSide:
         place = self._place
         return ReaderSide(
             instance=place.instance,
-            member=MEMBER,
+            member=place.member,
             epoch=self._epoch,
             process=place.process.identity,
             binding="memory",
@@ -264,21 +323,26 @@ class Builder:
             lend_wait_s=LEND_WAIT_S,
             clock=self._clock,
             nonce=place.nonce,
+            group=council,
         )
 
-    def _intake(self, destination: Destination, source: Source, recorder: Recorder) -> Intake:
+    def _intake(
+        self, destination: Destination, source: Source, recorder: Recorder, council: WatchedCouncil | None
+    ) -> Intake:
         place = self._place
         return Intake(
             bus=place.bus,
             topics=place.topics,
             instance=place.instance,
+            member=place.member,
             destination=destination,
             source=source,
             recorder=recorder,
             counters=dict,
+            leads=council,
         )
 
-    def _presence(self, pool: PoolSide, recorder: Recorder) -> Presence:
+    def _presence(self, pool: PoolSide, recorder: Recorder, council: WatchedCouncil | None) -> Presence:
         place = self._place
         record = InstanceRecord(
             verify_key=self._key.verify_key,
@@ -286,7 +350,7 @@ class Builder:
             model="simulated",
             engine="simulated",
             block_tokens=pool.layout.block_tokens,
-            ranks=1,
+            ranks=place.settings.ranks,
             page_bytes=pool.layout.page_bytes,
             pages=pool.memory.page_count,
             process=place.process.identity,
@@ -298,7 +362,7 @@ class Builder:
             topics=place.topics,
             recorder=recorder,
             instance=place.instance,
-            member=MEMBER,
+            member=place.member,
             record=record,
-            load=lambda: IDLE,
+            load=lambda: IDLE if council is None else council.load(IDLE),
         )

@@ -1,5 +1,6 @@
 """The simulated broker: what it stores, whom it knows, and what becomes of each message on its way."""
 
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from kvbus.bus_assets import INSTANCE_TTL_S, WorkLimits
 from kvbus.testing.sim.loop import Actor, SimLoop
 from kvbus.testing.sim.settings import Rates
 from kvbus.testing.sim.trail import Trail
+from kvbus.testing.streams import matches
 from kvbus.topics import Topics
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Delivery, Entry, NotStored, Stored
 
@@ -21,6 +23,8 @@ IDS_MAX = 20_000
 QUEUE_MAX = 10_000
 HOP_S = 0.0005
 LATE_MAX_S = 2.0
+KEPT_MAX = 20_000
+"""Messages kept of one subject; beyond it the oldest go, as from the stream that has its size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +34,7 @@ class Waiting:
     sequence: int
     subject: str
     data: bytes
+    message_id: str = ""
     attempts: int = 0
     offered_again_at: float = 0.0
 
@@ -56,11 +61,32 @@ class Listener(Protocol):
 class _Log:
     head: int = 0
     ids: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    last: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, "_Kept"] = field(default_factory=dict)
+
+
+class _Kept:
+    """The stored messages of one subject with their times, and the subject on which they are repeated live."""
+
+    __slots__ = ("live", "messages")
+
+    def __init__(self, live: str) -> None:
+        self.live = live
+        self.messages: deque[tuple[float, Delivery]] = deque(maxlen=KEPT_MAX)
+
+    def trimmed(self, oldest: float) -> deque[tuple[float, Delivery]]:
+        """Return the messages, without those that were stored then or before."""
+        messages = self.messages
+        while messages and messages[0][0] <= oldest:
+            messages.popleft()
+        return messages
 
 
 class SimBroker:
-    """One broker. `life` changes with each restart: what was under way then is lost."""
+    """One broker. `life` changes with each restart: what was under way then is lost.
+
+    It keeps and repeats the settle logs, for `log_age_max_s` of virtual time. Of facts it keeps ids only: nobody in the
+    simulation reads them from the broker, and they are most of what it stores.
+    """
 
     def __init__(self, loop: SimLoop, seed: str, rates: Rates, trail: Trail) -> None:
         self.loop = loop
@@ -73,6 +99,10 @@ class SimBroker:
         self.life = 1
         self.sent = self.lost = self.doubled = 0
         self.work = WorkLimits()
+        self.log_age_max_s = math.inf
+        self._settle_head = self.topics.settle_filter().removesuffix("*")
+        self._live_settle_head = self.topics.live_settle().removesuffix("*")
+        self._transfer_head = self.topics.transfer_filter().removesuffix("*.*")
         self._listeners: dict[str, list[Listener]] = {}
         self._log = _Log()
         self._queue: dict[str, OrderedDict[int, Waiting]] = {}
@@ -108,7 +138,9 @@ class SimBroker:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def listen(self, listener: Listener) -> None:
-        """Let a listener hear its subject."""
+        """Let a listener hear its subject; ValueError where it never would."""
+        if "*" in listener.subject or listener.subject.startswith(self.topics.live_facts().removesuffix("*")):
+            raise ValueError(f"the simulated broker knows no filters and repeats no facts, got {listener.subject!r}")
         self._listeners.setdefault(listener.subject, []).append(listener)
 
     def unlisten(self, listener: Listener) -> None:
@@ -157,12 +189,14 @@ class SimBroker:
 
     # --------------------------------------------------------------------------------------------------- the streams
 
-    def store(self, subject: str, data: bytes, message_id: str) -> Stored | NotStored:
-        """Append to the subject's stream, once per message id."""
+    def store(self, subject: str, data: bytes, message_id: str, after: int | None = None) -> Stored | NotStored:
+        """Append to the subject's stream, once per message id, and where a fence allows it."""
         log = self._log
         known = log.ids.get(message_id)
         if known is not None:
             return Stored(known, duplicate=True)
+        if after is not None and self._has_moved(subject, after):
+            return NotStored("moved")
         destination = self._destination_of(subject)
         if destination is not None:
             if subject in self._pending:
@@ -173,17 +207,53 @@ class SimBroker:
         log.ids[message_id] = log.head
         if len(log.ids) > IDS_MAX:
             log.ids.popitem(last=False)
-        if destination is not None:
+        if subject.startswith(self._settle_head):
+            self._keep(subject, data)
+        elif destination is not None:
             self._pending[subject] = log.head
-            waiting = Waiting(log.head, subject, data)
+            waiting = Waiting(log.head, subject, data, message_id)
             self._queue.setdefault(destination, OrderedDict())[log.head] = waiting
             self.wake(destination)
         return Stored(log.head, duplicate=False)
 
     def _destination_of(self, subject: str) -> str | None:
         """Return the queue of a subject: what its consumers call their filter."""
-        head = f"{self.topics.prefix}.transfer."
-        return f"{subject.rpartition('.')[0]}.*" if subject.startswith(head) else None
+        return f"{subject.rpartition('.')[0]}.*" if subject.startswith(self._transfer_head) else None
+
+    def _has_moved(self, subject: str, after: int) -> bool:
+        if not subject.startswith(self._settle_head):
+            raise ValueError(f"the simulated broker fences settle subjects only, got {subject!r}")
+        newest = self.last(subject)
+        return after != (newest.sequence if newest else 0)
+
+    def _keep(self, subject: str, data: bytes) -> None:
+        """Keep a settle message, and repeat it live with its sequence and that of the one before it."""
+        log = self._log
+        kept = log.kept.get(subject)
+        if kept is None:
+            kept = log.kept[subject] = _Kept(self._live_settle_head + subject.removeprefix(self._settle_head))
+        if kept.live in self._listeners:
+            newest = self.last(subject)
+            self.send(Delivery(kept.live, data, log.head, newest.sequence if newest else 0))
+        kept.messages.append((self.loop.time(), Delivery(subject, data, log.head)))
+
+    def last(self, subject: str) -> Delivery | None:
+        """Return the newest message of a settle subject."""
+        kept = self._log.kept.get(subject)
+        messages = kept.trimmed(self.loop.time() - self.log_age_max_s) if kept else None
+        return messages[-1][1] if messages else None
+
+    def history(self, subject_filter: str, after_sequence: int, most: int) -> list[Delivery]:
+        """Return settle messages from after a sequence, oldest first."""
+        oldest = self.loop.time() - self.log_age_max_s
+        found = [
+            message
+            for subject, kept in self._log.kept.items()
+            if matches(subject_filter, subject)
+            for _, message in kept.trimmed(oldest)
+            if message.sequence > after_sequence
+        ]
+        return sorted(found, key=lambda message: message.sequence)[:most]
 
     def offer(self, queue: str, most: int) -> list[Waiting]:
         """Give out waiting requests, within the queue's caps."""

@@ -39,6 +39,8 @@ class SimBus:
         self.actor = actor
         self.cut = False
         self.hole = False
+        self.on_taken_off: Callable[[str, str], None] = lambda _request_hash, _message_id: None
+        """Hears of each request, by hash and id, that this party takes off the queue."""
         self._listeners: list[_Listener] = []
 
     @property
@@ -57,10 +59,12 @@ class SimBus:
         if not self.hole:
             self.broker.send(Delivery(subject, data))
 
-    async def store(self, subject: str, data: bytes, *, message_id: str, wait_s: float = CALL_S) -> Stored | NotStored:
+    async def store(
+        self, subject: str, data: bytes, *, message_id: str, wait_s: float = CALL_S, after: int | None = None
+    ) -> Stored | NotStored:
         """See `kvbus.transport.Bus`; where no ack comes, the message may be stored all the same."""
         await self._reach(wait_s)
-        answer = self.broker.store(subject, data, message_id)
+        answer = self.broker.store(subject, data, message_id, after)
         await self._return(wait_s)
         return answer
 
@@ -118,9 +122,22 @@ class SimBus:
                 timer.cancel()
 
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
-        """Refuse: no role reads history, and the broker keeps only what it needs to know repeats."""
-        del after_sequence, most
-        raise BusError("the simulated broker keeps no history", subject=subject_filter)
+        """See `kvbus.transport.Bus`; settle subjects only, since of facts this broker keeps no more than their ids."""
+        self._check_kept(subject_filter)
+        await self._reach(CALL_S)
+        found = self.broker.history(subject_filter, after_sequence, most)
+        await self._return(CALL_S)
+        return found
+
+    async def last(self, subject: str) -> Delivery | None:
+        """See `kvbus.transport.Bus`; settle subjects only."""
+        if "*" in subject:
+            raise ValueError(f"a stored message has one subject, got the filter {subject!r}")
+        self._check_kept(subject)
+        await self._reach(CALL_S)
+        found = self.broker.last(subject)
+        await self._return(CALL_S)
+        return found
 
     async def get(self, bucket: str, key: str) -> Entry | None:
         """See `kvbus.transport.Bus`."""
@@ -154,7 +171,7 @@ class SimBus:
 
     def health(self) -> BusHealth:
         """See `kvbus.transport.Bus`."""
-        return BusHealth(self.connected, "simulated")
+        return BusHealth(self.connected, "simulated", {"reconnected": self.broker.life})
 
     async def close(self) -> None:
         """Stop hearing."""
@@ -166,6 +183,10 @@ class SimBus:
     def _check(self) -> None:
         if not self.actor.alive or not self.broker.up or self.cut:
             raise BusError("no connection to the broker", broker="simulated")
+
+    def _check_kept(self, subject: str) -> None:
+        if not subject.startswith(self.broker.topics.settle_filter().removesuffix("*")):
+            raise ValueError(f"the simulated broker keeps settle subjects only, got {subject!r}")
 
     async def _reach(self, wait_s: float) -> None:
         """Get a call to the broker, or fail; mostly at once, so that most calls cost no turn of the loop."""
@@ -283,6 +304,8 @@ class _SimWork:
         self._claim()
         await self._bus._reach(CALL_S)  # noqa: SLF001
         self._bus.broker.remove(self._waiting)
+        waiting = self._waiting
+        self._bus.on_taken_off(waiting.subject.rpartition(".")[2], waiting.message_id)
         await self._bus._return(CALL_S)  # noqa: SLF001
         self._ended = True
 

@@ -12,6 +12,8 @@ PARTITION_MAX_S = 15.0
 OUTAGE_MAX_S = 5.0
 PAUSE_MAX_S = 6.0
 JUMP_MAX_S = 3_600.0
+WRONG_CLOCK_MAX_S = 10.0
+"""Somebody sets it right again: a clock that is hours off refuses every request as too old, which shows nothing new."""
 
 
 class Chaos:
@@ -125,6 +127,10 @@ class Chaos:
         if member is not None:
             member.wall_offset_s += self._random.uniform(-JUMP_MAX_S, JUMP_MAX_S)
             self._count("clock_jumps", f"{member.process.name} has its clock set")
+            self._after(self._random.random() * WRONG_CLOCK_MAX_S, lambda: self._set_right(member))
+
+    def _set_right(self, member: Member) -> None:
+        member.wall_offset_s = 0.0
 
     def _count(self, kind: str, text: str) -> None:
         self.counts[kind] += 1

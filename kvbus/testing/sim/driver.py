@@ -6,10 +6,11 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvbus.errors import BusError
-from kvbus.events import Header, TransferCancelRequested, TransferRequested, encode
+from kvbus.events import Header, LeaseReleased, TransferCancelRequested, TransferRequested, encode
 from kvbus.names import request_hash
 from kvbus.parts import Body, OnMiss
 from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.councils import member_name
 from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.prompts import prompt_of, tokens_of
 from kvbus.testing.sim.town import Town
@@ -45,6 +46,8 @@ class Driver:
         loop = self._town.truth.loop
         loop.spawn(self._actor, self._ask(), "driver")
         loop.spawn(self._actor, self._keep_engines_busy(), "driver of engines")
+        if self._town.settings.weather.forged_s:
+            loop.spawn(self._actor, self._forge(), "stranger")
 
     async def _ask(self) -> None:
         settings, loop = self._town.settings, self._town.truth.loop
@@ -56,9 +59,10 @@ class Driver:
             elif draw < 0.12 and self._recent:
                 loop.spawn(self._actor, self._send(self._random.choice(self._recent)), "repeat")
             else:
-                asked = self._make()
+                destination = self._random.choice(self._town.names)
                 # Mostly where there is room: a refusal costs as much to simulate as a transfer, and shows less.
-                if draw > 0.9 or self._town.has_room(asked.destination):
+                if draw > 0.9 or self._town.has_room(destination):
+                    asked = self._make(destination)
                     self._recent.append(asked)
                     loop.spawn(self._actor, self._send(asked), "request")
             await asyncio.sleep(self._random.expovariate(1 / pause_s))
@@ -71,9 +75,21 @@ class Driver:
             if members and (parts := self._random.choice(members).parts):
                 parts.engine.answer(tokens_of(self._words()), self._salt())
 
-    def _make(self) -> _Asked:
+    async def _forge(self) -> None:
+        """Say of readers that are lent to that their access has ended, with a nonce that is not theirs (P18)."""
+        town = self._town
+        draw, pause_s = random.Random(f"{town.settings.seed}:stranger"), town.settings.weather.forged_s
+        while town.fired() < town.settings.transfers:
+            await asyncio.sleep(draw.expovariate(1 / pause_s))
+            lent = [(one, reader) for one in town.up() if one.parts for reader in one.parts.lending.readers()]
+            if lent:
+                lender, reader = draw.choice(lent)
+                body = LeaseReleased(key=reader.key, nonce=draw.randbytes(16))
+                self.counts["forged"] += 1
+                await self._tell(lender.instance, Command.LEASE, body, member_name(lender.rank))
+
+    def _make(self, destination: str) -> _Asked:
         draw, names = self._random, self._town.names
-        destination = draw.choice(names)
         sources = names if draw.random() < 0.02 else tuple(name for name in names if name != destination)
         source = draw.choice(sources)
         document, _, tokens = self._words().partition(":")
@@ -115,9 +131,12 @@ class Driver:
             self.counts["not_sent"] += 1
 
     async def _cancel(self, asked: _Asked) -> None:
-        subject = self._town.broker.topics.command(asked.destination, Command.CANCEL)
-        body = TransferCancelRequested(request_hash=asked.request.request_hash)
         self.counts["cancels"] += 1
+        body = TransferCancelRequested(request_hash=asked.request.request_hash)
+        await self._tell(asked.destination, Command.CANCEL, body)
+
+    async def _tell(self, instance: str, verb: Command, body: Body, member: str = "") -> None:
+        subject = self._town.broker.topics.command(instance, verb, member)
         try:
             await self._bus.request(subject, self._encoded(body), wait_s=2.0)
         except BusError:

@@ -47,6 +47,39 @@ class SimTask(asyncio.Task[T]):
         return self.number
 
 
+class SimHandle(asyncio.Handle):
+    """A handle without what asyncio asks and keeps for its debug mode: it is made at every step."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[object, ...], loop: "SimLoop", context: Context
+    ) -> None:
+        self._context, self._loop, self._callback, self._args = context, loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    def cancel(self) -> None:
+        """See asyncio; what it would have called is let go."""
+        self._cancelled, self._callback, self._args = True, _nothing, ()
+
+
+class SimTimer(asyncio.TimerHandle):
+    """The same for timers; a cancelled one leaves the heap when its time comes."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: tuple[object, ...], loop: "SimLoop", context: Context
+    ) -> None:
+        self._when, self._scheduled = when, True
+        self._context, self._loop, self._callback, self._args = context, loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    def cancel(self) -> None:
+        """See asyncio; what it would have called is let go."""
+        self._cancelled, self._callback, self._args = True, _nothing, ()
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     """Runs one callback a step. `on_fault` hears of exceptions that nobody handled."""
 
@@ -54,7 +87,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.step = 0
         self.current = Actor("world")
         self._world = self.current
-        self._random = random.Random(f"{seed}:loop")
+        self._draw = random.Random(f"{seed}:loop").random
+        self._ended = self._task_ended
+        self._no_handle = SimHandle(_nothing, (), self, copy_context())
         self._on_fault = on_fault
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Actor]] = []
@@ -84,13 +119,15 @@ class SimLoop(asyncio.AbstractEventLoop):
             if not self._timers:
                 return False
             self._take_timers()
-        at = int(self._random.random() * len(self._active))
-        actor = self._active[at]
-        handle = actor.ready.popleft()
-        if not actor.ready:
-            self._active[at] = self._active[-1]
-            self._active.pop()
-        if not handle.cancelled():
+        active = self._active
+        at = int(self._draw() * len(active))
+        actor = active[at]
+        ready = actor.ready
+        handle = ready.popleft()
+        if not ready:
+            active[at] = active[-1]
+            active.pop()
+        if not handle._cancelled:  # noqa: SLF001
             self.step += 1
             self.current = actor
             handle._run()  # noqa: SLF001
@@ -153,8 +190,10 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         """Have an actor call something, now or later."""
         if delay_s > 0:
-            return self.call_at(self._now + delay_s, callback, *args, context=actor.context)
-        return self.call_soon(callback, *args, context=actor.context)
+            return self._set_timer(self._now + delay_s, callback, args, actor, actor.context)
+        handle = SimHandle(callback, args, self, actor.context)
+        self._enqueue(actor, handle)
+        return handle
 
     # ------------------------------------------------------------------------------------- what asyncio asks a loop
 
@@ -166,8 +205,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.Handle:
         """See asyncio; the actor is that of the context."""
-        actor = self.current if context is None else context.get(_ACTOR, self._world)
-        handle = asyncio.Handle(callback, args, self, context)
+        if callback is self._ended:  # a book of this loop, not a turn of somebody's
+            self._task_ended(*args)  # type: ignore[arg-type]
+            return self._no_handle
+        if context is None:
+            actor, context = self.current, copy_context()
+        else:
+            actor = context.get(_ACTOR, self._world)
+        handle = SimHandle(callback, args, self, context)
         self._enqueue(actor, handle)
         return handle
 
@@ -181,20 +226,25 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        if context is None:
+            return self._set_timer(self._now + delay, callback, args, self.current, copy_context())
+        return self._set_timer(self._now + delay, callback, args, context.get(_ACTOR, self._world), context)
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio; timers of one instant keep their order."""
-        actor = self.current if context is None else context.get(_ACTOR, self._world)
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        if context is None:
+            return self._set_timer(when, callback, args, self.current, copy_context())
+        return self._set_timer(when, callback, args, context.get(_ACTOR, self._world), context)
+
+    def _set_timer(
+        self, when: float, callback: Callable[..., object], args: tuple[object, ...], actor: Actor, context: Context
+    ) -> asyncio.TimerHandle:
+        handle = SimTimer(when, callback, args, self, context)
         self._sequence += 1
         heapq.heappush(self._timers, (when, self._sequence, handle, actor))
         return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer leaves the heap when its time comes."""
 
     def create_future(self) -> "asyncio.Future[Any]":
         """See asyncio."""
@@ -212,7 +262,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if actor.alive:
             actor.tasks[task.number] = task
             self._with_tasks[actor] = None
-            task.add_done_callback(self._task_ended, context=actor.context)
+            task.add_done_callback(self._ended, context=actor.context)
         else:  # made while a dead actor's coroutines are closed
             task._log_destroy_pending = False  # type: ignore[attr-defined] # noqa: SLF001
             coro.close()
@@ -239,6 +289,10 @@ class SimLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """See asyncio."""
         return False
+
+
+def _nothing() -> None:
+    """What the handle of a call stands for that was made at once."""
 
 
 def _close(task: "asyncio.Task[Any]") -> None:

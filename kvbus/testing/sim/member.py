@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from kvbus.errors import BusError
 from kvbus.roles.registry import next_epoch
-from kvbus.testing.sim.assembly import MEMBER, Builder, Parts, Place
+from kvbus.testing.sim.assembly import Builder, Parts, Place
 from kvbus.testing.sim.broker import SimBroker
 from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.councils import Councils, member_name
 from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.settings import SimSettings
 from kvbus.testing.sim.truth import SimProcess, Truth
@@ -25,6 +26,8 @@ START_PAUSE_S = 0.5
 TICK_S = 1.0
 STOP_BUDGET_S = 3.0
 FLUSH_S = 1.0
+LINGER_MAX_S = 6.0
+"""How long a killed process may still touch memory: longer than most successors take to start and ask."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +38,10 @@ class Member:
     truth: Truth
     broker: SimBroker
     instance: str
+    rank: int
     others: tuple[str, ...]
     number: int
+    councils: Councils
     actor: Actor = field(init=False)
     device: Actor = field(init=False)
     process: SimProcess = field(init=False)
@@ -45,6 +50,7 @@ class Member:
     wall_offset_s: float = 0.0
     leaving: bool = False
     last_rounds: int = 0
+    ended: bool = False
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _nonces: random.Random = field(init=False)
 
@@ -60,14 +66,19 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process.alive
+        """Whether the process runs; one that lingers does not."""
+        return not self.ended
 
     def kill(self) -> None:
         """End the process at once, wherever it stands."""
         if self.alive:
             self.truth.trail.note("world", f"{self.process.name} dies ")
-            self._end()
+            chance = self.settings.weather.linger
+            draw = random.Random(f"{self._seed}:death")
+            if self.parts is not None and chance and draw.random() < chance:
+                self._linger(draw.random() * LINGER_MAX_S)
+            else:
+                self._end()
 
     def quit(self, and_then: Callable[[], None]) -> None:
         """Ask the process to end in order."""
@@ -83,13 +94,17 @@ class Member:
     # --------------------------------------------------------------------------------------------------------- run
 
     async def _run(self) -> None:
-        epoch = await self._until_taken(lambda: next_epoch(self.bus, self.instance, MEMBER, nonce=self._nonce))
+        member = member_name(self.rank)
+        epoch = await self._until_taken(lambda: next_epoch(self.bus, self.instance, member, nonce=self._nonce))
         self.parts = parts = self._parts(epoch)
         parts.engine.attach()
         self._spawn(parts.recorder.run(), "recorder")
         await self._until_taken(parts.intake.listen)
         await self._until_taken(parts.presence.register)
         self._spawn(parts.presence.run(), "presence")
+        if parts.council is not None:
+            await self._until_taken(parts.council.listen)
+            self._spawn(parts.council.run(), "council")
         self._spawn(parts.intake.consume(), "consume")
         await self._rounds(parts)
 
@@ -120,11 +135,13 @@ class Member:
             bus=self.bus,
             topics=self.broker.topics,
             instance=self.instance,
+            rank=self.rank,
             others=self.others,
             seed=f"{self._seed}:parts",
             ring=self._ring,
             wall_s=self.wall_s,
             nonce=self._nonces.randbytes,
+            councils=self.councils,
         )
         return Builder(place, epoch).build()
 
@@ -153,6 +170,9 @@ class Member:
         await parts.asker.flush(FLUSH_S)
         await parts.asker.close()
         await parts.intake.close()
+        if parts.council is not None and parts.sharing is not None:
+            await parts.council.close()
+            await parts.sharing.close()
         await parts.source.close()
         await parts.destination.close()
         await parts.recorder.flush(STOP_BUDGET_S)
@@ -165,11 +185,20 @@ class Member:
         while not true() and self.truth.loop.time() < deadline:  # noqa: ASYNC110 - as the worker does
             await asyncio.sleep(0.05)
 
-    def _end(self) -> None:
-        loop = self.truth.loop
-        if self.parts is not None:
-            self.parts.reader.process_ended()
-            self.parts.engine.die()
+    def _linger(self, delay_s: float) -> None:
+        """End all but the thread that reads: nothing answers any more, and no pidfd is readable yet (P6)."""
+        loop, parts, self.ended = self.truth.loop, self.parts, True
+        if parts is not None:
+            parts.engine.die()
+        loop.kill(self.actor)
+        loop.post(self.device, self._end, parts, delay_s=delay_s)
+
+    def _end(self, parts: Parts | None = None) -> None:
+        loop, self.ended = self.truth.loop, True
+        parts = parts or self.parts
+        if parts is not None:
+            parts.reader.process_ended()
+            parts.engine.die()
         self.truth.end(self.process)
         loop.kill(self.device)
         loop.kill(self.actor)

@@ -65,9 +65,11 @@ class SimReader:
         seed: str,
         rates: Rates,
         wake: Callable[[], None],
+        flips: float = 0.0,
     ) -> None:
         self.rates = rates
         self.pages_read = 0
+        self._flips = flips
         self._truth = truth
         self._process = process
         self._device = device
@@ -78,6 +80,8 @@ class SimReader:
         self._isolation = Isolation()
         self._attempts: dict[Pair, _Attempt] = {}
         self._is_shut = False
+        self.gate: Callable[[Callable[..., None], tuple[object, ...]], bool] | None = None
+        """Where a script holds steps of its gets: True where it took one."""
 
     @property
     def name(self) -> str:
@@ -212,7 +216,10 @@ class SimReader:
         part = slice(0, middle) if half == 0 else slice(middle, None)
         for row in segment.rows:
             from_ = source.page_bytes(checked.source_pages[row])
-            self._memory.page_bytes(checked.local_pages[row])[part] = from_[part]
+            to = self._memory.page_bytes(checked.local_pages[row])[part]
+            to[:] = from_[part]
+            if self._flips and self._random.random() < self._flips:
+                to[self._random.randrange(len(to))] ^= 1 << self._random.randrange(8)
 
     def _stop(self, pair: Pair, failure: FailureClass, text: str) -> None:
         attempt = self._attempts.get(pair)
@@ -256,6 +263,9 @@ class SimReader:
         truth.begin(truth.readers, source, attempt.pages)
         truth.begin(truth.writers, self._process.identity.pid, checked.local_pages)
         here, there = self._process.name, attempt.source.name
+        if any(truth.writers[self._process.identity.pid, page] > 1 for page in checked.local_pages):
+            text = f"attempt {attempt.pair[1]} of T{attempt.pair[0]} writes pages to which access has not ended"
+            truth.trail.violate(here, text, f"T{attempt.pair[0]}")
         pages = " ".join(f"{there}.p{page}" for page in attempt.pages)
         local = " ".join(f"{here}.p{page}" for page in checked.local_pages)
         truth.trail.note(here, f"{here}.T{attempt.pair[0]} reads {there}.T{checked.grant.ticket} {pages} into {local}")
@@ -271,7 +281,7 @@ class SimReader:
         """Whoever touches pages has them lent: at the source while that lives, and here."""
         checked, source = attempt.progress.plan, attempt.source
         ticket, mine = checked.grant.ticket, attempt.pair[0]
-        if source.alive and not source.holds(ticket):
+        if source.alive and not source.holds(ticket) and ticket not in source.fenced:
             text = f"{what} for T{mine}, and T{ticket} of {source.name} was returned before"
             self._truth.trail.violate(
                 self._process.name, text, f"T{mine}", f"{source.name}.T{ticket}", *self._pages(attempt, segment)
@@ -296,6 +306,8 @@ class SimReader:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def _post(self, call: Callable[..., None], *args: object, delay_s: float = 0.0) -> None:
+        if self.gate is not None and self.gate(call, args):
+            return
         self._truth.loop.post(self._device, call, *args, delay_s=delay_s)
 
     def _duration_s(self) -> float:

@@ -4,7 +4,7 @@ from kvbus.testing.sim.assembly import Parts
 from kvbus.testing.sim.member import Member
 from kvbus.testing.sim.town import Town
 
-LASTING_TASKS = frozenset({"run", "recorder", "presence", "consume"})
+LASTING_TASKS = frozenset({"run", "recorder", "presence", "consume", "council"})
 """A member's tasks that end only with it."""
 
 
@@ -45,6 +45,13 @@ def _left_at(member: Member, parts: Parts) -> list[str]:
         "bytes wait for the broker": parts.recorder.queued_bytes,
         "questions are open": len(parts.source._decided),  # noqa: SLF001
     }
+    if parts.council is not None and parts.sharing is not None:
+        counted |= {
+            "shares are open": parts.council.book.live,
+            "transfers are not over at all members": parts.council.open_transfers,
+            "transfers wait for their members": len(parts.destination._sharing),  # noqa: SLF001
+            "proposals are open": len(parts.council._waiting),  # noqa: SLF001
+        }
     found = [f"{count} {what}" for what, count in counted.items() if count]
     tasks = sorted(task.get_name() for task in member.actor.tasks.values())
     more = [name for name in tasks if name not in LASTING_TASKS]

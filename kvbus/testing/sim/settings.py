@@ -1,7 +1,7 @@
 """What decides a run: the seed, the size, and how often things go wrong."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Rates:
     """Chance that a broker comes back without its store."""
     graceful: float = 0.2
     """Chance that a member that goes is told to, rather than killed."""
+    linger: float = 0.0
+    """Chance that a killed process is not gone at once: a thread of it still copies, though its successor starts."""
+    forged_s: float = 0.0
+    """Pause between words that a stranger sends in a reader's name; it knows everything but nonces."""
 
 
 FRAIL = Rates(
@@ -45,6 +49,10 @@ FRAIL = Rates(
 )
 """Members die and come back while reads of their last lives are under way; little else goes wrong."""
 FRAIL_SHARE = 0.15
+LINGERING = replace(FRAIL, linger=0.7)
+"""As `FRAIL`, and most of those that die go on reading for a while after their successor is there."""
+FORGED = Rates(slow_get=0.3, forged_s=0.05)
+"""Somebody says all the time, in the name of readers that read slowly, that their access has ended."""
 
 
 def mood(seed: int) -> Rates:
@@ -66,6 +74,10 @@ CALM = Rates(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Nothing goes wrong."""
 
 
+KINDS = tuple(one.name.removesuffix("_s") for one in fields(Rates))
+"""What can go wrong, by the names that `only` takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimSettings:
     """One run; equal settings give equal runs, event by event."""
@@ -73,6 +85,8 @@ class SimSettings:
     seed: int
     transfers: int
     instances: int = 4
+    ranks: int = 1
+    """Members of each instance, one rank each."""
     pages: int = 40
     block_tokens: int = 4
     blocks_max: int = 8
@@ -82,9 +96,17 @@ class SimSettings:
     """Per instance, in virtual seconds."""
     rates: Rates | None = None
     """How often things go wrong; by default as the seed has it."""
+    only: tuple[str, ...] | None = None
+    """The kinds of faults that may happen, at the rates that hold for them anyway; by default all."""
     stop_at_step: int | None = None
+    flips: float = 0.0
+    """Chance that half a page lands with a bit changed. With any, members compare digests; without, they make none, so
+    that digests hide no fault of the rules that must hold without them."""
 
     @property
     def weather(self) -> Rates:
         """The rates that hold."""
-        return self.rates if self.rates is not None else mood(self.seed)
+        rates, only = self.rates if self.rates is not None else mood(self.seed), self.only
+        if only is None:
+            return rates
+        return replace(rates, **{one.name: 0.0 for one in fields(Rates) if one.name.removesuffix("_s") not in only})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
 from kvbus.testing.sim.broker import SimBroker
+from kvbus.testing.sim.councils import Councils
 from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.member import Member
 from kvbus.testing.sim.settings import SimSettings
@@ -25,6 +26,8 @@ class Town:
         self.world = world
         self.names = tuple(f"i{number}" for number in range(settings.instances))
         self.members: dict[str, Member] = {}
+        """By instance, and for further ranks by instance and rank as in i0/1."""
+        self.councils = Councils()
         self.ended: Counter[str] = Counter()
         self.starts = 0
         self.healed = False
@@ -34,7 +37,8 @@ class Town:
     def start(self) -> None:
         """Start one member per instance."""
         for name in self.names:
-            self._start(name)
+            for rank in range(self.settings.ranks):
+                self._start(name, rank)
 
     def up(self) -> list[Member]:
         """Return the members that run and have their parts."""
@@ -42,7 +46,7 @@ class Town:
 
     def all_up(self) -> bool:
         """Whether every instance has a member at work that is not about to leave."""
-        return len(self.up()) == len(self.names) and not any(member.leaving for member in self.up())
+        return len(self.up()) == len(self.members) and not any(member.leaving for member in self.up())
 
     def of(self, actor: Actor) -> Member | None:
         """Return the member that an actor is, if it is one that runs."""
@@ -52,7 +56,7 @@ class Town:
         """Kill a member, and let another follow."""
         member.kill()
         self._count(member)
-        self._later(member.instance)
+        self._later(member)
 
     def quit(self, member: Member) -> None:
         """Let a member leave in order, and let another follow."""
@@ -60,7 +64,7 @@ class Town:
 
     def fired(self) -> int:
         """Return how many transfers were admitted so far, by members that ended and those that run."""
-        return self.ended["fired"] + sum(one.fired for one in self._running())
+        return self.ended["fired"] + sum(one.parts.gate.fired for one in self._by_actor.values() if one.parts)
 
     def counts(self) -> Counter[str]:
         """Return what admission counted, over all members that ever were; `lost` died with their member."""
@@ -80,7 +84,7 @@ class Town:
 
     def _left(self, member: Member) -> None:
         self._count(member)
-        self._later(member.instance)
+        self._later(member)
 
     def _count(self, member: Member) -> None:
         self._by_actor.pop(member.actor, None)
@@ -93,25 +97,34 @@ class Town:
         self.ended.update(_moved(member.parts))
         member.parts = None
 
-    def _later(self, name: str) -> None:
+    def _later(self, ended: Member) -> None:
         soon = self.healed or self._random.random() < 0.5
         delay_s = 0.05 if soon else self._random.random() * RESTART_MAX_S
-        self.truth.loop.post(self.world, self._start, name, delay_s=delay_s)
+        self.truth.loop.post(self.world, self._start, ended.instance, ended.rank, delay_s=delay_s)
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, rank: int) -> None:
         others = tuple(other for other in self.names if other != name)
         self.starts += 1
-        member = Member(self.settings, self.truth, self.broker, name, others, self.starts)
-        self.members[name] = member
+        member = Member(self.settings, self.truth, self.broker, name, rank, others, self.starts, self.councils)
+        self.members[_key(name, rank)] = member
         member.start()
         self._by_actor[member.actor] = member
 
     def has_room(self, instance: str) -> bool:
-        """Whether a member runs there that would admit one more transfer."""
-        member = self.members[instance]
-        return member.parts is not None and member.parts.gate.statistics().inflight < self.settings.inflight_max
+        """Whether a member runs there that hears of requests, and would admit one more transfer."""
+        for rank in range(self.settings.ranks):
+            member = self.members[_key(instance, rank)]
+            parts = member.parts
+            if parts is not None and (parts.council is None or parts.council.leads):
+                hears = member.bus.connected and not member.leaving
+                return hears and parts.gate.inflight < self.settings.inflight_max
+        return False
 
 
 def _moved(parts: Parts) -> Counter[str]:
     """Return what a member's facts, and its reader, have counted."""
     return parts.model.counts + Counter(pages_moved=parts.reader.pages_read)
+
+
+def _key(instance: str, rank: int) -> str:
+    return f"{instance}/{rank}" if rank else instance

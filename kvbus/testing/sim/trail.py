@@ -1,18 +1,23 @@
 """The trail: what happened, step by step, with a running hash that tells two runs apart; and the first violation."""
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KEPT_MAX = 20_000
 """Events kept: some hundred transfers, far more than the life of one lease."""
+DIGESTED_MAX = 1_000
+"""Events that are hashed at once, which costs a third of hashing each."""
 SHOWN_MAX = 60
 """Events shown for a violation: what a person reads at once."""
 
+_NUMBERED = re.compile(r"[\w/]*\d[\w/]*")
 
-@dataclass(frozen=True, slots=True)
-class Step:
+
+class Step(NamedTuple):
     """One event of a run."""
 
     step: int
@@ -33,6 +38,12 @@ class Violation:
     text: str
     trail: tuple[Step, ...]
 
+    @property
+    def promise(self) -> str:
+        """Which promise it was: the text without names and numbers, and without the list of what is left over."""
+        _, _, what = self.text.partition(": ")
+        return _NUMBERED.sub("#", what.partition(": ")[0])
+
 
 class Trail:
     """Keeps the last events of a run, and the first violation."""
@@ -40,19 +51,23 @@ class Trail:
     def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
         self._now = now
         self._digest = hashlib.blake2b(digest_size=8)
+        self._new: list[str] = []
         self._kept: deque[Step] = deque(maxlen=KEPT_MAX)
         self.violation: Violation | None = None
 
     @property
     def hash(self) -> str:
         """Sixteen hex characters over every event so far."""
+        self._digest_new()
         return self._digest.hexdigest()
 
     def note(self, who: str, text: str) -> None:
         """Add one event."""
         step, at_s = self._now()
         self._kept.append(Step(step, at_s, who, text))
-        self._digest.update(f"{step}|{who}|{text}\n".encode())
+        self._new.append(f"{step}|{who}|{text}\n")
+        if len(self._new) >= DIGESTED_MAX:
+            self._digest_new()
 
     def violate(self, who: str, text: str, *subjects: str) -> None:
         """Note that a promise was broken; the first one counts.
@@ -67,6 +82,10 @@ class Trail:
     def last(self, count: int) -> tuple[Step, ...]:
         """Return the newest events."""
         return tuple(self._kept)[-count:]
+
+    def _digest_new(self) -> None:
+        self._digest.update("".join(self._new).encode())
+        self._new.clear()
 
     def _relevant(self, who: str, subjects: tuple[str, ...]) -> tuple[Step, ...]:
         """Return the newest events that speak of the subjects, or of the world at large."""

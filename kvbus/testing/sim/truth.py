@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvbus.ledger.types import Direction
+from kvbus.ledger.types import Direction, LeaseFailure
 from kvbus.parts import ProcessIdentity
 from kvbus.pool.lease import PoolLease
 from kvbus.pool.lender import PoolLender
@@ -37,8 +37,14 @@ class SimProcess:
     lender_fails: bool = False
     """Whether its lender fails at the next return."""
     lender_failed: bool = False
+    failed_returns: set[int] = field(default_factory=set)
+    """Leases whose return failed."""
     holds: Callable[[int], bool] = lambda _ticket: False
     """Whether its holder holds that ticket."""
+    fenced: set[int] = field(default_factory=set)
+    """Tickets that went back although their reader may still read: it delivers nothing (P5)."""
+    fences: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By fenced lease, the pages that its reader may still read, and of which salt they were lent."""
     watchers: list[tuple[Actor, Callable[[], object]]] = field(default_factory=list)
 
 
@@ -55,20 +61,23 @@ class Truth:
         self._processes: dict[int, SimProcess] = {}
         self._dead: list[SimProcess] = []
         self._host = identity()
-        self._next_pid = 1_000
+        self._next_pid = self._ticks = 1_000
 
     # ----------------------------------------------------------------------------------------------------- processes
 
-    def start(self, name: str) -> SimProcess:
-        """Start a process of this host."""
-        self._next_pid += 1
-        who = self._host.model_copy(update={"pid": self._next_pid, "start_ticks": self._next_pid})
-        process = self._processes[self._next_pid] = SimProcess(who, name)
+    def start(self, name: str, *, pid: int | None = None) -> SimProcess:
+        """Start a process of this host, under a fresh pid unless one that was used before is given."""
+        self._next_pid += pid is None
+        self._ticks += 1
+        pid = pid or self._next_pid
+        who = self._host.model_copy(update={"pid": pid, "start_ticks": self._ticks})
+        process = self._processes[pid] = SimProcess(who, name)
         return process
 
     def find(self, who: ProcessIdentity) -> SimProcess | None:
         """Return a process, dead ones included while their memory is kept."""
-        return self._processes.get(who.pid)
+        process = self._processes.get(who.pid)
+        return process if process is not None and process.identity.start_ticks == who.start_ticks else None
 
     def has_died(self, who: ProcessIdentity) -> bool:
         """Return whether a process of this host has ended, as anybody here can see."""
@@ -86,9 +95,15 @@ class Truth:
         self._dead.append(process)
         if len(self._dead) > DEAD_KEPT_MAX:
             oldest = self._dead.pop(0)
-            del self._processes[oldest.identity.pid]
+            if self._processes[oldest.identity.pid] is oldest:
+                del self._processes[oldest.identity.pid]
             if oldest.memory is not None and not self.readers_of(oldest):
                 oldest.memory.close()
+
+    def take_place(self, before: SimProcess, after: SimProcess) -> None:
+        """Let what was one process's memory be another's: a next run may lie under the same addresses."""
+        known = self._processes[before.identity.pid]
+        known.memory, known.alive, known.holds = after.memory, True, lambda _ticket: True
 
     def readers_of(self, process: SimProcess) -> int:
         """Return how many reads of a process's pages are under way."""
@@ -97,7 +112,7 @@ class Truth:
 
     def close(self) -> None:
         """Unmap every pool."""
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._dead):
             if process.memory is not None:
                 process.memory.close()
 
@@ -146,13 +161,18 @@ class WatchedLender(PoolLender):
 
     def give_back(self, lease: PoolLease) -> None:
         """See `PoolLender`; nobody may be touching what comes back. It fails where it is told to."""
+        if lease.lease_id in self.process.failed_returns:
+            text = f"the return of lease {lease.lease_id} failed, and it is tried again"
+            self.truth.trail.violate(self.process.name, text)
         if self.process.lender_fails and lease.pages:
             self.process.lender_fails, self.process.lender_failed = False, True
+            self.process.failed_returns.add(lease.lease_id)
             self.truth.trail.note("world", f"the lender of {self.process.name} fails")
             raise OSError("the pool's table cannot be written")
         super().give_back(lease)
         if lease.direction is Direction.READ:
-            self._check_read(lease.pages)
+            if not lease.fenced:
+                self._check_read(lease.pages)
         else:
             self._check_written(lease.pages, f"lease {lease.lease_id} was given back")
 
@@ -164,16 +184,58 @@ class WatchedLender(PoolLender):
         pins: PinSet | None = None,
         prompt_blocks: int = 0,
         for_peer: bool = True,
+        salt: str | None = None,
     ) -> PoolLease:
         """See `PoolLender`; nobody may be touching a page that is lent for writing."""
-        lease = super().lend_write(names, ordinals, pins=pins, prompt_blocks=prompt_blocks, for_peer=for_peer)
+        lease = super().lend_write(
+            names, ordinals, pins=pins, prompt_blocks=prompt_blocks, for_peer=for_peer, salt=salt
+        )
         pid, readers = self.process.identity.pid, self.truth.readers
         for page in lease.pages:
             if readers[pid, page]:
-                text = f"page {page} is lent for writing while {readers[pid, page]} reads of it are under way"
-                self.truth.trail.violate(self.process.name, text, f"p{page}")
+                self._check_reused(page, readers[pid, page], salt)
         self._check_written(lease.pages, "it is lent for writing")
+        self._check_cap(lease)
         return lease
+
+    def raise_fence(self, lease: PoolLease) -> LeaseFailure | None:
+        """See `PoolLender`; what is lent to whom is remembered, since the reader may read on."""
+        salts = {page: self._fences._salts.get(page, "") for page in lease.pages}  # noqa: SLF001 - nobody else asks
+        failure = super().raise_fence(lease)
+        if failure is None:
+            self.process.fences[lease.lease_id] = salts
+        return failure
+
+    def lift(self, lease_id: int) -> bool:
+        """See `PoolLender`."""
+        self.process.fences.pop(lease_id, None)
+        return super().lift(lease_id)
+
+    def lend_read(
+        self, names: Sequence[bytes], first_ordinal: int = 0, *, whole: bool = False, for_peer: bool = True
+    ) -> PoolLease:
+        """See `PoolLender`; what peers take up stays under the cap."""
+        lease = super().lend_read(names, first_ordinal, whole=whole, for_peer=for_peer)
+        self._check_cap(lease)
+        return lease
+
+    def _check_reused(self, page: int, reads: int, salt: str | None) -> None:
+        """A page that is being read is lent for writing: by fenced readers only, and content of their salt (P5)."""
+        salts = [fence[page] for fence in self.process.fences.values() if page in fence]
+        text = ""
+        if len(salts) < reads:
+            text = f"page {page} is lent for writing while {reads} reads of it are under way"
+        elif any(one != salt for one in salts):
+            text = f"page {page} takes content of another salt, and a fenced reader may still read it"
+        if text:
+            self.truth.trail.violate(self.process.name, text, f"p{page}")
+
+    def _check_cap(self, lease: PoolLease) -> None:
+        """What is lent to peers leaves the engine its longest prompt (P26)."""
+        claimed = self._allocator.claimed
+        if claimed > self._lent_cap_pages and lease.for_peer and lease.pages:
+            text = f"{claimed} pages are lent to peers, at most {self._lent_cap_pages} may be"
+            self.truth.trail.violate(self.process.name, text)
 
     def _check_read(self, pages: Sequence[int]) -> None:
         pid, readers = self.process.identity.pid, self.truth.readers

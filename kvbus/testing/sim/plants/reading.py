@@ -1,0 +1,81 @@
+"""Faults of the reader: what it compares with what, and when."""
+
+from collections.abc import Sequence
+
+from kvbus.dataplane import memory as memory_module
+from kvbus.dataplane.memory import _Reading
+from kvbus.pool import generations as generations_module
+from kvbus.pool.generations import Generation
+from kvbus.testing.sim.plants.plant import Change, plant
+
+
+@plant("the after-read is compared with the first read", "P2", check="rewriting")
+def compare_with_first_read() -> Sequence[Change]:
+    """Count a page as unchanged if it is as it was before it was read, whatever the grant says."""
+    seen: dict[tuple[int, int], object] = {}
+
+    def as_at_first(self: _Reading, rows: Sequence[int]) -> tuple[int, ...]:
+        read, pages = self.source.generations.read, self.progress.plan.source_pages
+        now = {row: read(pages[row]) for row in rows}
+        if all((id(self), row) in seen for row in rows):
+            return tuple(row for row in rows if seen.pop((id(self), row)) == now[row])
+        seen.update({(id(self), row): at for row, at in now.items()})
+        return tuple(rows)
+
+    return [(_Reading, "_unchanged", as_at_first)]
+
+
+@plant("generations are read before the bytes have arrived", "P2", check="rewriting")
+def verify_first() -> Sequence[Change]:
+    """Count rows by what their generations were when the gets were posted."""
+
+    def once(self: _Reading, rows: Sequence[int]) -> tuple[int, ...]:
+        before: dict[int, bool] = self.__dict__.setdefault("seen_first", {})
+        read, checked = self.source.generations.read, self.progress.plan
+        for row in rows:
+            if row not in before:
+                expected = Generation(checked.grant.lender_epoch, checked.counters[row])
+                before[row] = read(checked.source_pages[row]) == expected
+        return tuple(row for row in rows if before[row])
+
+    return [(_Reading, "_unchanged", once)]
+
+
+@plant("an odd generation counts as the one before it", "P1", check="rewriting")
+def odd_is_even() -> Sequence[Change]:
+    """Take a page that is being written for what it was before."""
+
+    def rounded(self: _Reading, rows: Sequence[int]) -> tuple[int, ...]:
+        checked, read = self.progress.plan, self.source.generations.read
+        found = []
+        for row in rows:
+            now = read(checked.source_pages[row])
+            before = Generation(now.epoch, now.counter - now.counter % 2) if now else None
+            if before == Generation(checked.grant.lender_epoch, checked.counters[row]):
+                found.append(row)
+        return tuple(found)
+
+    return [(_Reading, "_unchanged", rounded)]
+
+
+@plant("a torn generation is taken as it stands", "P2", check="rewriting")
+def believe_torn() -> Sequence[Change]:
+    """Read epoch and counter, and not the complement that tells a torn record."""
+
+    def without_complement(record: bytes) -> Generation:
+        epoch, counter = (int.from_bytes(record[at : at + 8], "little") for at in (0, 8))
+        return Generation(epoch, counter)
+
+    return [(generations_module, "decode", without_complement)]
+
+
+@plant("grants of another epoch are read", "contract 48, P16", check="rewriting")
+def any_epoch() -> Sequence[Change]:
+    """Compare counters, and not the epoch under which they count."""
+
+    def counters_only(self: _Reading, rows: Sequence[int]) -> tuple[int, ...]:
+        checked, read = self.progress.plan, self.source.generations.read
+        now = {row: read(checked.source_pages[row]) for row in rows}
+        return tuple(row for row, at in now.items() if at is not None and at.counter == checked.counters[row])
+
+    return [(_Reading, "_unchanged", counters_only), (memory_module, "mismatch", lambda _source, _grant: None)]

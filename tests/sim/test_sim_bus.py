@@ -1,0 +1,100 @@
+"""The simulated bus keeps the promises of a settle log, and loses what a broker without its store loses."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+
+import pytest
+
+from kvbus.testing.sim.broker import SimBroker
+from kvbus.testing.sim.bus import SimBus
+from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.settings import CALM
+from kvbus.testing.sim.trail import Trail
+from kvbus.topics import Topics
+from kvbus.transport import Bus, Delivery, NotStored, Stored
+from tests.unit.helpers.log_promises import LOG, LOG_PROMISES, check_that_a_trimmed_log_starts_anew
+
+AGE_MAX_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Two connections of one process to one broker where nothing goes wrong by itself."""
+
+    broker: SimBroker
+    one: SimBus
+    other: SimBus
+
+
+def simulated(script: Callable[[Place], Coroutine[object, object, None]]) -> None:
+    """Run a script to its end in virtual time; what it raises is raised here."""
+    loop = SimLoop("bus", lambda _actor, _text, _error: None)  # type: ignore[abstract] # no I/O here
+    broker = SimBroker(loop, "bus", CALM, Trail(lambda: (loop.step, loop.time())))
+    actor = Actor("tester")
+    task = loop.spawn(actor, script(Place(broker, SimBus(broker, actor), SimBus(broker, actor))), "script")
+    loop.run(lambda _actor: task.done())
+    assert task.done(), "the script waits for what never comes"
+    loop.close()
+    task.result()
+
+
+@pytest.mark.parametrize("check", LOG_PROMISES, ids=lambda check: check.__name__)
+def test_a_simulated_settle_log_keeps_its_promises(check: Callable[[Bus, Bus], Awaitable[None]]) -> None:
+    async def script(place: Place) -> None:
+        await check(place.one, place.other)
+
+    simulated(script)
+
+
+def test_a_simulated_log_forgets_what_is_too_old() -> None:
+    # P14
+    async def script(place: Place) -> None:
+        place.broker.log_age_max_s = AGE_MAX_S
+
+        async def trim() -> None:
+            await asyncio.sleep(AGE_MAX_S)  # noqa: TID251 - virtual
+
+        await check_that_a_trimmed_log_starts_anew(place.one, place.other, trim)
+
+    simulated(script)
+
+
+@pytest.mark.parametrize("keep_store", [True, False])
+def test_a_restarted_broker_has_its_log_only_if_it_has_its_store(*, keep_store: bool) -> None:
+    async def script(place: Place) -> None:
+        await place.one.store(LOG, b"1", message_id="1", after=0)
+        place.broker.stop(keep_store=keep_store)
+        place.broker.start()
+        kept = [Delivery(LOG, b"1", 1)] if keep_store else []
+        assert await place.one.history(LOG) == kept
+        assert await place.one.last(LOG) == (kept[0] if kept else None)
+        behind = await place.other.store(LOG, b"2", message_id="2", after=0)
+        assert behind == (NotStored("moved") if keep_store else Stored(1, duplicate=False))
+
+    simulated(script)
+
+
+@pytest.mark.parametrize("wrong", [Topics().live_facts("a"), Topics().live_settle(), "kv.hb.*"])
+def test_what_would_never_be_heard_cannot_be_listened_to(wrong: str) -> None:
+    async def script(place: Place) -> None:
+        async def hear(_delivery: Delivery) -> None:
+            raise AssertionError
+
+        with pytest.raises(ValueError, match="knows no filters"):
+            await place.one.subscribe(wrong, hear)
+
+    simulated(script)
+
+
+@pytest.mark.parametrize("subject", [Topics().facts("a"), Topics().transfer("a", "0" * 32)])
+def test_only_settle_logs_are_kept_and_fenced(subject: str) -> None:
+    async def script(place: Place) -> None:
+        assert isinstance(await place.one.store(subject, b"", message_id="1"), Stored)
+        for call in (place.one.last(subject), place.one.history(subject)):
+            with pytest.raises(ValueError, match="settle subjects only"):
+                await call
+        with pytest.raises(ValueError, match="settle subjects only"):
+            await place.one.store(subject, b"", message_id="2", after=0)
+
+    simulated(script)
