@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvbus.columns import column
 from kvbus.engines import link
 from kvbus.engines.calls import Call, check_reply
 from kvbus.engines.connection import Connection
@@ -147,7 +148,18 @@ def _match(desk: Desk, frame: Frame) -> _Ask:
 
     def ask() -> dict[str, object]:
         matched = desk.match(ids, salt)
-        return {"handle": matched.handle, "pages": link.as_column(matched.pages)}
+        answer: dict[str, object] = {"handle": matched.handle, "pages": link.as_column(matched.pages)}
+        return answer | ({"digests": column(matched.digests, 8)} if any(matched.digests) else {})
+
+    return ask
+
+
+def _spoiled(desk: Desk, frame: Frame) -> _Ask:
+    handle, block = link.number(frame, "handle"), link.number(frame, "block")
+
+    def ask() -> dict[str, object]:
+        desk.spoiled(handle, block)
+        return {}
 
     return ask
 
@@ -177,10 +189,16 @@ def _giving_back(method: str, field: str) -> Callable[[Desk, Frame], _Ask]:
     return prepare
 
 
+def _forget(desk: Desk, _frame: Frame) -> _Ask:
+    return lambda: {"names": desk.forget()}
+
+
 _ENGINE_REQUESTS: dict[str, Callable[[Desk, Frame], _Ask]] = {
     "match": _match,
+    "spoiled": _spoiled,
     "alloc": _alloc,
     "commit": _giving_back("commit", "write"),
     "abandon": _giving_back("abandon", "write"),
     "release": _giving_back("release", "handle"),
+    "forget": _forget,
 }

@@ -93,7 +93,11 @@ class Pool(Protocol):
 
 
 class WorkerCalls(Protocol):
-    """The worker as its engine sees it; each call returns within a bound or raises EngineError."""
+    """The worker as its engine sees it; each call returns within a bound or raises EngineError.
+
+    These are all that an engine's loop ever asks: `match` when it admits a prompt, the others once it has the first
+    token, and nothing at a step. Without a worker `alone.NoWorker` answers them, at no cost (R23).
+    """
 
     def match(self, ids: Sequence[int], salt: str) -> tuple[int, tuple[int, ...]]:
         """Return (handle, pages of the longest cached prefix)."""
@@ -109,6 +113,9 @@ class WorkerCalls(Protocol):
 
     def release(self, handle: int) -> None:
         """Let the prefix go."""
+
+    def forget(self) -> int:
+        """Have the names of all content forgotten, since they mean other bytes from now on; return how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +242,13 @@ class EngineSession:
             prefix.release()
             raise
         return Prefilled(prefix.handle, blocks, (blocks - held) * block, held * block, refused)
+
+    def forget(self) -> int:
+        """Say that the weights have changed: what was stored is found by nobody any more, and what follows counts.
+
+        Call it between two requests, on the thread that computes, before anything is computed under the new weights.
+        """
+        return self._worker.forget()
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raise PeerError where this engine cannot take the prompt."""

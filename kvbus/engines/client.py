@@ -113,6 +113,10 @@ class LocalClient:
         """Drop the prompt's held blocks that nobody uses; return how many."""
         return link.number(self._ask("evict", ids=link.as_column(tuple(ids)), salt=salt), "blocks")
 
+    def forget(self) -> int:
+        """Have the names of all content forgotten, since they mean other bytes from now on; return how many."""
+        return link.number(self._ask("forget"), "names")
+
     def where(self, ids: Sequence[int], salt: str = "") -> Where:
         """Return where the held prefix lies in memory: true now, and pinned by nothing."""
         frame = self._ask("where", ids=link.as_column(tuple(ids)), salt=salt)

@@ -68,13 +68,13 @@ class ClientSession:
                 answer.cancel()
         elif op in {"generate", "tokenize"}:
             self._start(op, request_id, frame)
-        elif op in {"held", "evict", "where", "stats"}:
+        elif op in {"held", "evict", "where", "stats", "forget"}:
             self._ask_desk(op, request_id, frame)
         else:
             raise PeerError(
                 "a client may not ask this of a worker",
                 op=op,
-                expected="generate, tokenize, cancel, held, evict, where, stats",
+                expected="generate, tokenize, cancel, held, evict, where, stats, forget",
             )
 
     def _start(self, op: str, request_id: int, frame: Frame) -> None:
@@ -137,10 +137,13 @@ class ClientSession:
             self._connection.send("reply", request_id, ids=link.as_column(ids))
 
     def _ask_desk(self, op: str, request_id: int, frame: Frame) -> None:
-        ids, salt = ((), "") if op == "stats" else (link.column(frame, "ids"), link.text(frame, "salt", ""))
+        ids, salt = ((), "") if op in {"stats", "forget"} else (link.column(frame, "ids"), link.text(frame, "salt", ""))
         try:
             if op == "stats":
                 self._connection.send("reply", request_id, counters=dict(self._desk.stats()))
+                return
+            if op == "forget":
+                self._connection.send("reply", request_id, names=self._desk.forget())
                 return
             asks: dict[str, Callable[[tuple[int, ...], str], int | Where | Refusal]] = {
                 "held": self._desk.held,

@@ -49,10 +49,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The longest cached prefix, pinned under the handle: one page per block, from block 0 on, possibly none."""
+    """The longest cached prefix, pinned under the handle: one page per block, from block 0 on, possibly none.
+
+    `digests` are those of the pages, `kvbus.pool.digests.NONE` where a page has none; empty where none has.
+    """
 
     handle: int
     pages: tuple[int, ...]
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Where:
 
 
 class Desk(Protocol):
-    """What the worker does for its engine (first eight) and for clients (the rest).
+    """What the worker does for its engine (first ten) and for clients (the rest, and `forget`).
 
     A handle or write belongs to the engine until `hand_over`, `release`, `commit`, `abandon` or `engine_gone`.
     """
@@ -89,6 +93,9 @@ class Desk(Protocol):
 
     def match(self, ids: tuple[int, ...], salt: str) -> Matched:
         """Pin the longest cached prefix of whole blocks; the handle keeps the ids, also where nothing is cached."""
+
+    def spoiled(self, handle: int, block: int) -> None:
+        """Take a matched block's page out of use: the engine found other bytes there than its digest says."""
 
     def alloc(self, handle: int, first_block: int, count: int) -> Allocated | Refusal:
         """Give pages to write for blocks first_block… of the handle's prompt."""
@@ -101,6 +108,12 @@ class Desk(Protocol):
 
     def release(self, handle: int) -> None:
         """Unpin what the handle holds."""
+
+    def forget(self) -> int:
+        """Forget the names of all content, since they mean other bytes from now on; return how many those were.
+
+        Nothing is lent by these names from now on; reads that were granted go on (contract 24).
+        """
 
     def hand_over(self, handle: int) -> None:
         """The handle passes from the engine to the worker: `engine_gone` spares it, the worker releases it itself."""

@@ -169,6 +169,7 @@ class BlockingLink:
         self._socket = connected
         self._buffer = FrameBuffer()
         self._sending = threading.Lock()
+        self._is_bounded = False
 
     def __repr__(self) -> str:
         return f"<BlockingLink fd={self._socket.fileno()}>"
@@ -205,9 +206,7 @@ class BlockingLink:
         Without a timeout the wait is bounded by the other process's life: the kernel closes its end with it.
         """
         while (frame := self._buffer.take()) is None:
-            if timeout_s is not None:
-                bound = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+            self._bound_receiving(timeout_s)
             try:
                 data, descriptors, _, _ = socket.recv_fds(
                     self._socket, _RECEIVE_BYTES, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
@@ -221,6 +220,14 @@ class BlockingLink:
                 return None
             self._buffer.feed(data)
         return frame
+
+    def _bound_receiving(self, timeout_s: float | None) -> None:
+        """Tell the kernel how long to wait; what it was told stays, so no bound has to be said too."""
+        if timeout_s is None and not self._is_bounded:
+            return
+        self._is_bounded = timeout_s is not None
+        bound = (0, 0) if timeout_s is None else (int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *bound))
 
     def hang_up(self) -> None:
         """End the link from any thread; the one in receive() wakes with None."""

@@ -196,7 +196,7 @@ def run(engine: Engine, path: Path) -> None:
     about = engine.describe()
     blocking = connect(path)
     pool = attach(blocking, about)
-    worker = WorkerLink(blocking)
+    worker = WorkerLink(blocking, pool)
     server = EngineServer(EngineSession(engine, about, worker, pool), worker)
 
     def read_and_end() -> None:

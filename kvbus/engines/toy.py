@@ -12,7 +12,7 @@ next token = digest of all rows, mapped to a printable character, so that answer
 import hashlib
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 import numpy as np
@@ -39,7 +39,9 @@ class ToyOptions:
     """Settings of a toy engine.
 
     `work_rounds` per token cost about 0.3 ms, so that 1,000 tokens take about 0.3 s where reading their pages takes
-    some milliseconds. 64 KiB pages of 32-token blocks are the smallest that real engines move in numbers.
+    some milliseconds. 64 KiB pages of 32-token blocks are the smallest that real engines move in numbers. `rank` of
+    `ranks`: a toy among several computes rows of its own and answers from them alone, so that one rank's page under
+    another's name would show.
     """
 
     name: str = "toy"
@@ -48,6 +50,8 @@ class ToyOptions:
     page_bytes: int = 65536
     work_rounds: int = 800
     tokens_max: int = 8192
+    rank: int = 0
+    ranks: int = 1
 
     @classmethod
     def from_plain(cls, raw: Mapping[str, object]) -> "ToyOptions":
@@ -64,9 +68,17 @@ class ToyOptions:
 
     def require_valid(self) -> None:
         """Raise ConfigError naming the first option that is out of range; the layout checks block and page sizes."""
-        for name, least in (("block_tokens", 1), ("page_bytes", 1), ("work_rounds", 1), ("tokens_max", 2)):
+        for name, least in (
+            ("block_tokens", 1),
+            ("page_bytes", 1),
+            ("work_rounds", 1),
+            ("tokens_max", 2),
+            ("ranks", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"toy option {name} is {getattr(self, name)}, expected at least {least}")
+        if not 0 <= self.rank < self.ranks:
+            raise ConfigError(f"toy option rank is {self.rank}, expected 0…{self.ranks - 1} of ranks={self.ranks}")
         if self.page_bytes % self.block_tokens or self.page_bytes // self.block_tokens < _STATE_BYTES:
             raise ConfigError(
                 f"toy option page_bytes is {self.page_bytes}, expected a multiple of block_tokens={self.block_tokens} "
@@ -84,6 +96,7 @@ class ToyEngine:
 
     def __init__(self, options: ToyOptions) -> None:
         self._options = options
+        self._layout_options = options
 
     def __repr__(self) -> str:
         return f"<ToyEngine {self._options.name} page_bytes={self._options.page_bytes}>"
@@ -94,9 +107,10 @@ class ToyEngine:
         return cls(ToyOptions.from_plain(raw))
 
     def describe(self) -> Description:
-        """Return what this engine is; the digest covers all that changes a row's bytes."""
-        options = self._options
-        digest = hashlib.blake2b(repr((VERSION, asdict(options))).encode(), digest_size=32).hexdigest()
+        """Return what this engine is; digest and layout, which names the rank, cover all that changes a row's bytes."""
+        options = self._layout_options
+        model = {name: value for name, value in asdict(options).items() if name not in {"rank", "ranks"}}
+        digest = hashlib.blake2b(repr((VERSION, model)).encode(), digest_size=32).hexdigest()
         layout = PageLayout(
             kind="toy",
             layers=1,
@@ -104,12 +118,16 @@ class ToyEngine:
             block_tokens=options.block_tokens,
             head_dim=options.row_bytes,
             dtype="uint8",
-            rank=0,
-            ranks=1,
+            rank=options.rank,
+            ranks=options.ranks,
             model_digest=digest,
         )
         layout.require_valid()
         return Description("toy", VERSION, options.name, digest, layout, VOCAB_SIZE, options.tokens_max)
+
+    def change_weights(self, seed: int) -> None:
+        """Compute other rows from now on, under the names of before: `EngineSession.forget` has to say so first."""
+        self._options = replace(self._options, seed=seed)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the text's bytes in UTF-8."""
@@ -146,7 +164,9 @@ class ToyRun:
         self._todo = list(ids[self._first :])
         self._rows = bytearray()
         self._digest = hashlib.blake2b(digest_size=_STATE_BYTES)
-        self._state = hashlib.blake2b(f"toy {VERSION} {options.seed}".encode(), digest_size=_STATE_BYTES).digest()
+        slice_name = f" {options.rank}/{options.ranks}" if options.ranks > 1 else ""
+        start = f"toy {VERSION} {options.seed}{slice_name}".encode()
+        self._state = hashlib.blake2b(start, digest_size=_STATE_BYTES).digest()
         for page in pages:
             self._digest.update(np.ascontiguousarray(page).data)
         if pages:

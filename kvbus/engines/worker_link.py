@@ -10,9 +10,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbus.columns import from_column
 from kvbus.engines import link
 from kvbus.engines.link import BlockingLink, EngineError, Frame
-from kvbus.errors import KvbusError
+from kvbus.errors import KvbusError, PeerError
+from kvbus.pool.digests import NONE, digest_of
+from kvbus.pool.memory import PoolMemory
 
 CALL_TIMEOUT_S = 10.0
 """A desk answers within milliseconds; a worker that is silent for so long is hung."""
@@ -41,13 +44,17 @@ class Job:
 
 
 class WorkerLink:
-    """The worker as the engine's threads see it: typed calls out, jobs in. The reader thread runs `read`."""
+    """The worker as the engine's threads see it: typed calls out, jobs in. The reader thread runs `read`.
 
-    def __init__(self, blocking: BlockingLink) -> None:
+    With its `pool`, what is matched is compared with the digests that the worker has of it.
+    """
+
+    def __init__(self, blocking: BlockingLink, pool: PoolMemory | None = None) -> None:
         self.answers: queue.Queue[Job | None] = queue.Queue(JOBS_MAX + 1)  # and one None at the end
         self.tokenizations: queue.Queue[Job | None] = queue.Queue(JOBS_MAX + 1)
         self.closed = threading.Event()
         self._link = blocking
+        self._pool = pool
         self._jobs: dict[int, Job] = {}
         self._next_id = 1  # hello was 0
         # Only the main thread makes calls, one at a time.
@@ -59,9 +66,13 @@ class WorkerLink:
     # Calls out ------------------------------------------------------------------------------------------------------
 
     def match(self, ids: Sequence[int], salt: str) -> tuple[int, tuple[int, ...]]:
-        """Ask the worker to pin the longest cached prefix; see `base.WorkerCalls`."""
+        """Ask the worker to pin the longest cached prefix, as far as it is whole; see `base.WorkerCalls`."""
         reply = self._ask("match", ids=link.as_column(tuple(ids)), salt=salt)
-        return link.number(reply, "handle"), link.column(reply, "pages")
+        handle, pages = link.number(reply, "handle"), link.column(reply, "pages")
+        whole = self._whole_prefix(pages, reply.get("digests"))
+        if whole < len(pages):
+            self._ask("spoiled", handle=handle, block=whole)
+        return handle, pages[:whole]
 
     def alloc(self, handle: int, first_block: int, count: int) -> tuple[int, tuple[int, ...]] | str:
         """Ask for pages to write."""
@@ -81,6 +92,10 @@ class WorkerLink:
     def release(self, handle: int) -> None:
         """Let a prefix go."""
         self._ask("release", handle=handle)
+
+    def forget(self) -> int:
+        """Have all names forgotten, and return how many those were."""
+        return link.number(self._ask("forget"), "names")
 
     def send(self, op: str, job: Job, **fields: object) -> None:
         """Send one reply to a job."""
@@ -138,6 +153,23 @@ class WorkerLink:
             self._call.reply.put(None)
         self.answers.put_nowait(None)
         self.tokenizations.put_nowait(None)
+
+    def _whole_prefix(self, pages: tuple[int, ...], column: object) -> int:
+        """Return how many of the pages, from the first on, hold the bytes of their digests, where they have any.
+
+        They are compared here, by who is about to read them, and not by the worker: its loop has no time for it, and
+        here they are in the processor's caches afterwards. Nothing is asked of pages behind one that differs.
+        """
+        if self._pool is None or not isinstance(column, bytes):
+            return len(pages)
+        digests = from_column(column, 8)
+        if len(digests) != len(pages):
+            raise PeerError("a match has other digests than pages", digests=len(digests), pages=len(pages))
+        for block, (page, digest) in enumerate(zip(pages, digests, strict=True)):
+            if digest != NONE and digest_of(self._pool.page_bytes(page)) != digest:
+                complain(f"page {page} changed after it was sealed: block {block} is computed anew")
+                return block
+        return len(pages)
 
     def _ask(self, op: str, **fields: object) -> Frame:
         call = self._call = _Call(self._next_id)

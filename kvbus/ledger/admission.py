@@ -1,13 +1,16 @@
 """Admission: which requests a destination takes. Sources are refused unless listed; repeats and overload are values.
 
 The order of the checks is part of the promise: source, then repeat, then load. A repeat under full load is `deduped`,
-and a request that was `skipped_busy` leaves nothing behind, so that it may be tried again at once.
+and a request that was `skipped_busy` leaves nothing behind, so that it may be tried again at once. Load is what runs,
+and what is held without being of use to anybody: quarantined pages count as well (R18, R20).
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
+
+from kvbus.ledger.holding import HoldingCost
 
 
 class Verdict(StrEnum):
@@ -36,6 +39,7 @@ class _Entry:
     request_id: str
     accepted_at: float
     running: bool = True
+    forgotten: bool = False
     content: bytes = b""
 
 
@@ -54,16 +58,29 @@ class AdmissionStatistics:
 
 
 class AdmissionGate:
-    """Answers each request once; only ACCEPTED takes a place, and a failed transfer gives it back for a retry."""
+    """Answers each request once; only ACCEPTED takes a place, and a failed transfer gives it back for a retry.
+
+    `holding` says what is held in vain; with `pages_kept_max` pages of that or more, new requests are skipped.
+    """
 
     def __init__(
-        self, *, instance: str, source_allow: Collection[str], inflight_max: int, dedup_ttl_s: float, entries_max: int
+        self,
+        *,
+        instance: str,
+        source_allow: Collection[str],
+        inflight_max: int,
+        dedup_ttl_s: float,
+        entries_max: int,
+        holding: Callable[[], HoldingCost] | None = None,
+        pages_kept_max: int = 0,
     ) -> None:
         self._instance = instance
         self._source_allow = frozenset(source_allow)
         self._inflight_max = inflight_max
         self._dedup_ttl_s = dedup_ttl_s
         self._entries_max = entries_max
+        self._holding = holding
+        self._pages_kept_max = pages_kept_max
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._by_content: dict[bytes, str] = {}
         # By the requester's own event id, also of what failed: the queue may offer that again, but it never runs twice.
@@ -92,9 +109,8 @@ class AdmissionGate:
         known = self.repeat(request_hash, request_id=request_id, source=source, now=now)
         if known is not None:
             return known
-        if self._inflight >= self._inflight_max:
+        if reason := self._load():
             self._counts["skipped_busy"] += 1
-            reason = f"{self._inflight} transfers are running, at most {self._inflight_max}: try again later"
             return Admission(Verdict.SKIPPED_BUSY, reason)
         self._make_room()
         self._entries[request_hash] = _Entry(transfer, request_id, now)
@@ -133,12 +149,35 @@ class AdmissionGate:
             self._ended.popitem(last=False)
         self._inflight -= 1
         self._counts["settled" if settled else "failed"] += 1
-        if not settled or not self._dedup_ttl_s:
+        if not settled or not self._dedup_ttl_s or entry.forgotten:
+            self._drop(request_hash)
+
+    @property
+    def fired(self) -> int:
+        """How many were admitted so far."""
+        return self._counts["fired"]
+
+    @property
+    def inflight(self) -> int:
+        """How many run now."""
+        return self._inflight
+
+    def forget_settled(self) -> None:
+        """Let requests that have settled run again, and those that run once they have: all names were forgotten."""
+        for entry in self._entries.values():
+            entry.forgotten = True
+        for request_hash in [key for key, entry in self._entries.items() if not entry.running]:
             self._drop(request_hash)
 
     def statistics(self) -> AdmissionStatistics:
         """Return the counters as a frozen record."""
         return AdmissionStatistics(**self._counts, inflight=self._inflight, seen=len(self._entries))
+
+    def _load(self) -> str:
+        """Return why there is no place for another transfer now, or ""."""
+        if self._inflight >= self._inflight_max:
+            return f"{self._inflight} transfers are running, at most {self._inflight_max}: try again later"
+        return self._holding().refusal(self._pages_kept_max) if self._holding else ""
 
     def _source_refusal(self, source: str) -> str | None:
         if source == self._instance:

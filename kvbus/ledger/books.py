@@ -1,6 +1,6 @@
 """What a holder says of itself: counts, what a shutdown left, and a check of its own books."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import LedgerContradictionError
@@ -62,8 +62,16 @@ def check_books(
         if one.retained != (ticket in one.binding.retained):
             raise LedgerContradictionError("retention is not counted", ticket=ticket)
     for binding in bindings:
-        counted = sum(1 for one in held.values() if one.binding is binding and one.attempt_open)
-        if counted != binding.open_attempts:
-            raise LedgerContradictionError("open attempts differ", binding=binding.name, counted=counted)
-        if sum(1 for one in held.values() if one.binding is binding) > binding.unreturned:
-            raise LedgerContradictionError("a held lease counts as returned", binding=binding.name)
+        _check_binding(binding, [one for one in held.values() if one.binding is binding])
+
+
+def _check_binding(binding: Binding, held: Sequence[Held]) -> None:
+    counted = sum(1 for one in held if one.attempt_open)
+    if counted != binding.open_attempts:
+        raise LedgerContradictionError("open attempts differ", binding=binding.name, counted=counted)
+    if len(held) > binding.unreturned:
+        raise LedgerContradictionError("a held lease counts as returned", binding=binding.name)
+    if not binding.retained.keys() <= {one.ticket for one in held}:
+        raise LedgerContradictionError("a lease that went back counts as retained", binding=binding.name)
+    if sum(kept.pages for kept in binding.retained.values()) != sum(binding.pages_kept.values()):
+        raise LedgerContradictionError("retained pages differ", binding=binding.name)

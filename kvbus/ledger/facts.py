@@ -1,63 +1,64 @@
 """Facts: bits of evidence about a ticket that only ever turn on, in one columnar batch per round (R5)."""
 
 from dataclasses import dataclass, field
-from enum import IntEnum, IntFlag, auto
+from enum import IntEnum
+from typing import NamedTuple
 
 
-class Fact(IntFlag):
+class Fact(IntEnum):
     """One bit about a ticket. Only ACCESS_ENDED permits a return; everything else explains.
 
-    The enum stands at the boundary; inside the ledger bits are plain ints, since `IntFlag | IntFlag` costs twenty
-    times an int's `|`.
+    A ticket's bits together are a plain int, and so is what `|` and `&` make of facts: an IntFlag would build an object
+    at each of them, nine times as slow.
     """
 
-    TAKEN = auto()
+    TAKEN = 1 << 0
     """The holder owns the lease."""
-    GRANTED = auto()
+    GRANTED = 1 << 1
     """The lender gave the view: pages and generations are known."""
-    SUBMITTED = auto()
+    SUBMITTED = 1 << 2
     """A backend accepted the lease: from here on the memory may be accessed."""
-    DELIVERED = auto()
+    DELIVERED = 1 << 3
     """The result is fixed: the rows that arrived whole are named by the bounds and the arrived mask."""
-    FAILED = auto()
+    FAILED = 1 << 4
     """The result is fixed: nothing of this attempt counts."""
-    CANCELLED = auto()
+    CANCELLED = 1 << 5
     """The result is fixed: stopped on request before it ended by itself."""
-    UNCERTAIN = auto()
+    UNCERTAIN = 1 << 6
     """The submission raised an unknown error: the memory may be accessed, so the lease stays."""
-    ACCESS_ENDED = auto()
+    ACCESS_ENDED = 1 << 7
     """Nobody will touch the memory again, by the evidence in the bits below."""
-    ABANDONED = auto()
+    ABANDONED = 1 << 8
     """Orchestration gave the lease up; sticky, a later result does not count."""
-    SETTLED = auto()
+    SETTLED = 1 << 9
     """Agreed by all members: may be consumed and returned."""
-    CONSUMED = auto()
+    CONSUMED = 1 << 10
     """Returned with the arrived rows marked as content."""
-    RETURNED = auto()
+    RETURNED = 1 << 11
     """Given back to its lender, exactly once."""
-    RETURN_FAILED = auto()
+    RETURN_FAILED = 1 << 12
     """The lender's return raised: never retried, the memory is retained, the lender is stopped."""
-    LENDER_STOPPED = auto()
+    LENDER_STOPPED = 1 << 13
     """The lease's lender is stopped; what it lent is retained."""
-    BINDING_STOPPED = auto()
+    BINDING_STOPPED = 1 << 14
     """The binding accepts no submissions any more."""
-    EVIDENCE_NEVER_SUBMITTED = auto()
-    EVIDENCE_COMPLETED = auto()
-    EVIDENCE_PEER_ACK = auto()
-    EVIDENCE_ENDPOINT_DESTROYED = auto()
-    EVIDENCE_PROCESS_DEAD = auto()
-    FENCED = auto()
+    EVIDENCE_NEVER_SUBMITTED = 1 << 15
+    EVIDENCE_COMPLETED = 1 << 16
+    EVIDENCE_PEER_ACK = 1 << 17
+    EVIDENCE_ENDPOINT_DESTROYED = 1 << 18
+    EVIDENCE_PROCESS_DEAD = 1 << 19
+    FENCED = 1 << 20
     """Read leases only: the reader may still read, but generations were raised first, so it cannot deliver (P5)."""
 
 
 class Evidence(IntEnum):
     """Why access is known to have ended; each kind has its own fact bit."""
 
-    NEVER_SUBMITTED = int(Fact.EVIDENCE_NEVER_SUBMITTED)
-    COMPLETED = int(Fact.EVIDENCE_COMPLETED)
-    PEER_ACK = int(Fact.EVIDENCE_PEER_ACK)
-    ENDPOINT_DESTROYED = int(Fact.EVIDENCE_ENDPOINT_DESTROYED)
-    PROCESS_DEAD = int(Fact.EVIDENCE_PROCESS_DEAD)
+    NEVER_SUBMITTED = Fact.EVIDENCE_NEVER_SUBMITTED
+    COMPLETED = Fact.EVIDENCE_COMPLETED
+    PEER_ACK = Fact.EVIDENCE_PEER_ACK
+    ENDPOINT_DESTROYED = Fact.EVIDENCE_ENDPOINT_DESTROYED
+    PROCESS_DEAD = Fact.EVIDENCE_PROCESS_DEAD
 
 
 class FailureClass(IntEnum):
@@ -87,11 +88,17 @@ class FailureClass(IntEnum):
     """The source does not have the pages, and was asked not to compute them."""
     BAD_REQUEST = 15
     """The prompt cannot be transferred: empty, too long, or a token id out of range."""
+    PAGE_DIFFERS = 16
+    """Bytes arrived that are not those of the page's digest, in an unchanged generation: none of them is delivered.
+
+    Unlike PAGE_CHANGED, which ordinary work may bring, it means that memory or a transport is at fault, or that
+    somebody wrote who had no right to: trying again at the same source may well bring the same.
+    """
 
 
-RESULT_BITS = int(Fact.DELIVERED | Fact.FAILED | Fact.CANCELLED)
+RESULT_BITS = Fact.DELIVERED | Fact.FAILED | Fact.CANCELLED
 """At most one of these stands on a ticket (P17)."""
-EVIDENCE_BITS = int(
+EVIDENCE_BITS = (
     Fact.EVIDENCE_NEVER_SUBMITTED
     | Fact.EVIDENCE_COMPLETED
     | Fact.EVIDENCE_PEER_ACK
@@ -100,9 +107,12 @@ EVIDENCE_BITS = int(
 )
 
 
+_NAMES = tuple((int(fact), fact.name.lower()) for fact in Fact)
+
+
 def fact_names(bits: int) -> tuple[str, ...]:
     """Return the lower-case names of the bits that are on, in the order in which a lease gathers them."""
-    return tuple(fact.name.lower() for fact in Fact if bits & fact and fact.name)
+    return tuple(name for bit, name in _NAMES if bits & bit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +125,7 @@ class FactDetail:
     peer: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GrantedRow:
+class GrantedRow(NamedTuple):
     """The audit row of a lease whose pages are known: which pages, in which generation, for whom."""
 
     ticket: int
@@ -129,8 +138,7 @@ class GrantedRow:
     counters: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
+class AttemptRow(NamedTuple):
     """The audit row of one try of a backend."""
 
     ticket: int
@@ -139,8 +147,7 @@ class AttemptRow:
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeRow:
+class OutcomeRow(NamedTuple):
     """The audit row of an attempt's end: what arrived, and by which evidence access ended."""
 
     ticket: int
@@ -151,6 +158,9 @@ class OutcomeRow:
     evidence: str
     failure: FailureClass
     text: str
+
+
+Row = GrantedRow | AttemptRow | OutcomeRow
 
 
 @dataclass(slots=True)
@@ -167,15 +177,7 @@ class LeaseFacts:
     lo: list[int] = field(default_factory=list)
     hi: list[int] = field(default_factory=list)
     details: list[FactDetail] = field(default_factory=list)
-    rows: list[GrantedRow | AttemptRow | OutcomeRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.tickets or self.details or self.rows)
-
-    def add(self, ticket: int, rank: int, bits: int, lo: int, hi: int) -> None:
-        """Append one line of the columns."""
-        self.tickets.append(ticket)
-        self.ranks.append(rank)
-        self.bits.append(bits)
-        self.lo.append(lo)
-        self.hi.append(hi)

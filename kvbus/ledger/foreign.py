@@ -112,13 +112,15 @@ class Foreign:
         """Return a write lease's resume bounds; empty, and the domain stopped, where its lender cannot say."""
         if lease.lender.name in self.stopped_lenders:
             return 0, 0
-        said: object = self.call_lender(lease.lender, "bounds", lambda: lease.bounds(arrived))
-        match said:
-            case (int(lo), int(hi)):
-                return lo, hi
-            case _:
-                self._no_answer(lease.lender, "bounds", said)
-                return 0, 0
+        try:
+            said: object = lease.bounds(arrived)
+        except Exception as error:  # noqa: BLE001 - foreign code, contained to its domain
+            self.stop_lender(lease.lender.name, f"bounds raised {error!r}")
+            return 0, 0
+        if type(said) is tuple and len(said) == 2 and type(said[0]) is type(said[1]) is int:
+            return said
+        self._no_answer(lease.lender, "bounds", said)
+        return 0, 0
 
     def _no_answer(self, lender: Lender, what: str, said: object) -> None:
         """Stop the domain of a lender whose answer is none, as if it had raised."""
@@ -210,6 +212,5 @@ def _is_mask(mask: object, length_bytes: object) -> bool:
 def _is_whole(view: LeaseView) -> bool:
     """Tell whether the columns of a view are columns, and of one length."""
     pages, counters, names, ordinals = view.pages, view.counters, view.names, view.ordinals
-    if set(map(type, (pages, counters, names, ordinals))) != {tuple}:
-        return False
-    return len(pages) == len(counters) == len(names) == len(ordinals)
+    are_tuples = type(pages) is tuple and type(counters) is tuple and type(names) is tuple and type(ordinals) is tuple
+    return are_tuples and len(pages) == len(counters) == len(names) == len(ordinals)

@@ -5,15 +5,26 @@
       └──────────┴────────────┴── abandoned ──────────┘
 
 A result (delivered, failed, cancelled) says what counts as content. Access end says who may still touch memory. They
-arrive in any order, and neither implies the other.
+arrive in any order, and neither implies the other. A read may go back fenced, without access end (`fencing.py`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvbus.ledger.binding import Binding
-from kvbus.ledger.facts import EVIDENCE_BITS, RESULT_BITS, Evidence, Fact, FailureClass
-from kvbus.ledger.types import Cancelled, Delivered, Direction, Failed, Lease, LeaseView, Result, SubmitMode
+from kvbus.ledger.facts import (
+    EVIDENCE_BITS,
+    RESULT_BITS,
+    Evidence,
+    Fact,
+    FactDetail,
+    FailureClass,
+    LeaseFacts,
+    OutcomeRow,
+    Row,
+)
+from kvbus.ledger.types import Delivered, Direction, Failed, Lease, LeaseView, Result, SubmitMode
 
 
 class Stage(StrEnum):
@@ -31,6 +42,8 @@ class Stage(StrEnum):
     """What arrived is fixed; its pages may still be accessed."""
     ACCESS_ENDED = "access ended"
     """Both are known: a read goes back, a write once it is settled."""
+    FENCED = "fenced"
+    """A reader may still read, and cannot deliver what it reads: the read goes back (P5)."""
     RETURNED = "returned"
     """Its lender has it back."""
     RETURN_FAILED = "return failed"
@@ -49,6 +62,10 @@ LIFE: frozenset[tuple[Stage, Stage]] = frozenset(
         (Stage.SUBMITTED, Stage.ACCESS_ENDED),
         (Stage.QUIET, Stage.ACCESS_ENDED),
         (Stage.RETAINED, Stage.ACCESS_ENDED),
+        (Stage.SUBMITTED, Stage.FENCED),
+        (Stage.RETAINED, Stage.FENCED),
+        (Stage.FENCED, Stage.RETURNED),
+        (Stage.FENCED, Stage.RETURN_FAILED),
         (Stage.ACCESS_ENDED, Stage.RETURNED),
         (Stage.ACCESS_ENDED, Stage.RETURN_FAILED),
     }
@@ -64,6 +81,8 @@ def stage_of(bits: int) -> Stage:
         return Stage.RETURNED
     if bits & _ACCESS_ENDED:
         return Stage.ACCESS_ENDED
+    if bits & _FENCED:
+        return Stage.FENCED
     if bits & RESULT_BITS:
         return Stage.RETAINED
     if bits & EVIDENCE_BITS:
@@ -79,12 +98,16 @@ class NotYet:
 
 NOT_YET = NotYet()
 
+# Looking a name up in an enum costs more than what is computed with it here, for every lease.
+_TAKEN = int(Fact.TAKEN)
 _DELIVERED = int(Fact.DELIVERED)
 _FAILED = int(Fact.FAILED)
 _CANCELLED = int(Fact.CANCELLED)
 _ACCESS_ENDED = int(Fact.ACCESS_ENDED)
 _SETTLED = int(Fact.SETTLED)
-_NEVER_SUBMITTED = int(Fact.EVIDENCE_NEVER_SUBMITTED)
+_FENCED = int(Fact.FENCED)
+_NOT_CONTENT = Fact.ABANDONED | Fact.FAILED
+_NEVER_ACCESSED = Fact.ACCESS_ENDED | Fact.EVIDENCE_NEVER_SUBMITTED
 
 
 @dataclass(slots=True)
@@ -92,7 +115,7 @@ class Held:
     """One taken lease. `attempt` is 0 until a backend was asked; `attempt_open` until that attempt has evidence.
 
     `suspect`: its lender is stopped or its backend contradicted itself, so it is never returned. `contradicted`: only
-    the second, so that no evidence of that backend counts any more.
+    the second, so that no evidence of that backend counts any more. What the lease says of itself is asked once.
     """
 
     ticket: int
@@ -104,7 +127,11 @@ class Held:
     hint: object
     timeout_s: float | None
     taken_at: float
-    bits: int = int(Fact.TAKEN)
+    lender: str = field(init=False)
+    lease_id: int = field(init=False)
+    rank: int = field(init=False)
+    writes: bool = field(init=False)
+    bits: int = _TAKEN
     view: LeaseView | None = None
     attempt: int = 0
     attempt_open: bool = False
@@ -119,10 +146,15 @@ class Held:
     lo: int = 0
     hi: int = 0
 
+    def __post_init__(self) -> None:
+        lease = self.lease
+        self.lender, self.lease_id, self.rank = lease.lender.name, lease.lease_id, lease.rank
+        self.writes = self.mode.direction is Direction.WRITE
+
     @property
-    def lender(self) -> str:
-        """The name of whoever lent it."""
-        return self.lease.lender.name
+    def rows(self) -> int:
+        """How many pages it has; none before its view is known."""
+        return 0 if self.view is None else len(self.view.pages)
 
     @property
     def closed(self) -> bool:
@@ -131,48 +163,78 @@ class Held:
 
     def fix(self, result: Result) -> None:
         """Fix the result of a lease that has none; it is never changed (P17, contract 46)."""
-        match result:
-            case Delivered():
-                self.bits |= _DELIVERED
-            case Failed():
-                self.bits |= _FAILED
-            case Cancelled():
-                self.bits |= _CANCELLED
-        if self.view is not None:
-            rows = len(self.view.pages)
-            self.arrived = (False,) * rows if isinstance(result, Failed) else result.arrived
-            self.length_bytes = 0 if isinstance(result, Failed) else result.length_bytes
+        if isinstance(result, Failed):
+            self.bits |= _FAILED
+            self.arrived = (False,) * self.rows
+        else:
+            self.bits |= _DELIVERED if isinstance(result, Delivered) else _CANCELLED
+            if self.view is not None:
+                self.arrived, self.length_bytes = result.arrived, result.length_bytes
+        self.binding.length_bytes += self.length_bytes
         self.end_access_if_proved()
+        self.binding.track(self)
+
+    def fence(self) -> None:
+        """Note that the open attempt may touch memory still, and can deliver nothing of it; no evidence of its end."""
+        self.attempt_open = False
+        self.bits |= _FENCED
+        self.binding.track(self)
 
     def end_attempt(self, evidence: Evidence) -> None:
         """Note that the open attempt can touch nothing any more."""
         self.attempt_open = False
-        self.bits |= int(evidence)
+        self.bits |= evidence
         self.end_access_if_proved()
+        self.binding.track(self)
 
     def end_access_if_proved(self) -> None:
         """Turn ACCESS_ENDED on if nothing is open and nothing can start; the one place where that happens."""
-        if self.attempt_open or not self.closed:
-            return
-        if self.attempt == 0:
-            self.bits |= _NEVER_SUBMITTED
-        self.bits |= _ACCESS_ENDED
+        if self.bits & RESULT_BITS and not (self.attempt_open or self.bits & _FENCED):
+            self.bits |= _ACCESS_ENDED if self.attempt else _NEVER_ACCESSED
 
     @property
     def returnable(self) -> bool:
-        """Statements 2 and 3, R6: reads need access end; writes need a fixed result, access end and a settle."""
-        if self.suspect or not self.bits & _ACCESS_ENDED:
+        """Statements 2 and 3, R6: reads need access end; writes need a fixed result, access end and a settle.
+
+        A read that was fenced goes back too (P5); a write never does for that.
+        """
+        if self.suspect:
             return False
-        return self.mode.direction is Direction.READ or bool(self.bits & _SETTLED)
+        if self.writes:
+            return bool(self.bits & _ACCESS_ENDED and self.bits & _SETTLED)
+        return bool(self.bits & (_ACCESS_ENDED | _FENCED))
+
+    @property
+    def counts(self) -> bool:
+        """True where the rows that arrived become content: of a write that nobody gave up, and that did not fail."""
+        return self.writes and not self.bits & _NOT_CONTENT
 
     @property
     def retained(self) -> bool:
         """True while the result is fixed but access has not ended: nobody waits any more, the memory does."""
-        return self.closed and not self.bits & _ACCESS_ENDED
+        return self.closed and not self.bits & (_ACCESS_ENDED | _FENCED)
+
+    def outcome(self, evidence: str, text: str) -> OutcomeRow:
+        """Return the audit row of the attempt that just ended."""
+        result, arrived = type(self.said).__name__.lower() if self.said else "unknown", sum(self.arrived)
+        told = self.text or text
+        return OutcomeRow(self.ticket, 1, result, arrived, self.length_bytes, evidence, self.failure, told)
 
     def checked(self, result: Result) -> Result:
         """Return a backend's result, or a failure where its mask does not fit the rows of a write lease."""
-        rows = len(self.view.pages) if self.view is not None else 0
-        if self.mode.direction is Direction.READ or isinstance(result, Failed) or len(result.arrived) == rows:
+        if not self.writes or isinstance(result, Failed) or len(result.arrived) == self.rows:
             return result
-        return Failed(FailureClass.CONTRADICTION, f"the mask has {len(result.arrived)} rows, the lease {rows}")
+        return Failed(FailureClass.CONTRADICTION, f"the mask has {len(result.arrived)} rows, the lease {self.rows}")
+
+
+def batch_of(changed: Collection[Held], details: list[FactDetail], rows: list[Row]) -> LeaseFacts:
+    """Return the facts of leases that changed as one batch, which owns both lists from now on."""
+    return LeaseFacts(
+        tickets=[held.ticket for held in changed],
+        ranks=[held.rank for held in changed],
+        bits=[held.bits for held in changed],
+        lo=[held.lo for held in changed],
+        hi=[held.hi for held in changed],
+        details=details,
+        rows=rows,
+    )

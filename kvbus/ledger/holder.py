@@ -17,14 +17,15 @@ from collections.abc import Collection, Iterable
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.books import HolderShutdown, HolderStatistics, check_books, count_books
-from kvbus.ledger.facts import AttemptRow, Fact, FactDetail, FailureClass, GrantedRow, LeaseFacts, OutcomeRow
+from kvbus.ledger.facts import AttemptRow, Fact, FactDetail, FailureClass, GrantedRow, LeaseFacts, Row
+from kvbus.ledger.fencing import raise_fence
 from kvbus.ledger.foreign import Foreign
-from kvbus.ledger.held import NOT_YET, Held
+from kvbus.ledger.held import NOT_YET, Held, batch_of
+from kvbus.ledger.holding import BlockingLease, blocking_leases
 from kvbus.ledger.types import (
     Cancelled,
     Change,
     Delivered,
-    Direction,
     Failed,
     Lease,
     LeaseFailure,
@@ -50,7 +51,7 @@ class LeaseHolder:
         self._to_submit: list[Held] = []
         self._to_check: dict[int, Held] = {}
         self._changed: dict[int, Held] = {}
-        self._rows: list[GrantedRow | AttemptRow | OutcomeRow] = []
+        self._rows: list[Row] = []
         self._contained: set[str] = set()
         self._next_ticket = 1
         self._returned = 0
@@ -114,14 +115,13 @@ class LeaseHolder:
         if held.attempt_open:
             self._cancel_once(held)
         elif not held.closed:
-            rows = len(held.view.pages) if held.view else 0
-            self._fix(held, Cancelled((False,) * rows, 0), FailureClass.CANCELLED, text)
+            self._fix(held, Cancelled((False,) * held.rows, 0), FailureClass.CANCELLED, text)
 
     def abandon(self, ticket: int, failure: FailureClass, text: str) -> None:
         """Give a lease up for good: a later result does not count (contract 4); memory still waits for its evidence."""
         held = self._known(ticket, "abandon")
         if not held.bits & Fact.ABANDONED:
-            held.bits |= int(Fact.ABANDONED)
+            held.bits |= Fact.ABANDONED
             if held.attempt_open:
                 self._cancel_once(held)
             self._fail(held, failure, text)
@@ -134,6 +134,17 @@ class LeaseHolder:
         """Accept a peer again, after it came back under a new epoch."""
         self._foreign.bindings[binding_name].isolated.discard(peer)
 
+    def fence(self, ticket: int, text: str) -> str:
+        """Let a read lease go back although its isolated reader may still read; return why it stays, or "" (P5)."""
+        held = self._known(ticket, "fence")
+        if refusal := raise_fence(held, self._foreign):
+            return refusal
+        self._fail(held, FailureClass.PEER_LOST, text)
+        held.fence()
+        self._rows.append(held.binding.ended(held.outcome("fenced", text)))
+        self._touch(held)
+        return ""
+
     # ---------------------------------------------------------------------------------------------------- the round
 
     def collect(self) -> LeaseFacts:
@@ -141,13 +152,10 @@ class LeaseHolder:
         foreign = self._foreign
         for binding in foreign.bindings.values():
             self._hear(binding)
-        facts = LeaseFacts()
-        if self._changed or self._rows or foreign.details:
-            for held in self._changed.values():
-                facts.add(held.ticket, held.lease.rank, held.bits, held.lo, held.hi)
-            facts.details, foreign.details = foreign.details, []
-            facts.rows, self._rows = self._rows, []
-            self._changed = {}
+        if not self.has_news:
+            return LeaseFacts()
+        facts = batch_of(self._changed.values(), foreign.details, self._rows)
+        self._changed, foreign.details, self._rows = {}, [], []
         return facts
 
     def settle(self, tickets: Iterable[int]) -> tuple[int, ...]:
@@ -157,10 +165,9 @@ class LeaseHolder:
         """
         unknown: list[int] = []
         for ticket in tickets:
-            held = self._held.get(ticket)
-            if held is not None:
-                if held.mode.direction is Direction.WRITE:  # a read needs none (contract 2)
-                    held.bits |= int(Fact.SETTLED)
+            if (held := self._held.get(ticket)) is not None:
+                if held.writes:  # a read needs none (contract 2)
+                    held.bits |= Fact.SETTLED
                     self._touch(held)
             elif not 0 < ticket < self._next_ticket:
                 unknown.append(ticket)
@@ -226,13 +233,11 @@ class LeaseHolder:
 
     def view(self, ticket: int) -> LeaseView | None:
         """Return a held lease's view once it is granted."""
-        held = self._held.get(ticket)
-        return held.view if held else None
+        return held.view if (held := self._held.get(ticket)) else None
 
     def bits(self, ticket: int) -> int:
         """Return a held lease's fact bits; 0 once it has been returned."""
-        held = self._held.get(ticket)
-        return held.bits if held else 0
+        return held.bits if (held := self._held.get(ticket)) else 0
 
     def tickets(self) -> set[int]:
         """Return the tickets of all leases that are held now."""
@@ -241,6 +246,10 @@ class LeaseHolder:
     def statistics(self) -> HolderStatistics:
         """Return the counters as a frozen record."""
         return count_books(self._held, self._foreign, taken=self._next_ticket - 1, returned=self._returned)
+
+    def blocking(self) -> tuple[BlockingLease, ...]:
+        """Return the leases that keep requests from running; costs time in what is held (R19)."""
+        return blocking_leases(self._held)
 
     def check(self) -> None:
         """Raise LedgerContradictionError where the holder's own books disagree; costs time in what is held."""
@@ -257,9 +266,9 @@ class LeaseHolder:
         if not isinstance(view, LeaseView):
             return
         held.view = view
-        held.bits |= int(Fact.GRANTED)
+        held.bits |= Fact.GRANTED
         self._touch(held)
-        writes, pages, counters = held.mode.direction is Direction.WRITE, view.pages, view.counters
+        writes, pages, counters = held.writes, view.pages, view.counters
         row = GrantedRow(held.ticket, held.transfer, view.rank, writes, held.lender, held.peer, pages, counters)
         self._rows.append(row)
         if held.hint is not NOT_YET:
@@ -284,12 +293,12 @@ class LeaseHolder:
             binding.rejections += 1
             self._fail(held, rejection.failure, rejection.text)
         except Exception as error:  # foreign code: bytes may be moving, so the lease stays (contract 33)
-            held.bits |= int(Fact.UNCERTAIN)
+            held.bits |= Fact.UNCERTAIN
             binding.uncertain += 1
             self._fail(held, FailureClass.UNCERTAIN, f"submit raised {error!r}")
             self._foreign.contain(binding, held.peer, f"uncertain submission: {error!r}")
         else:
-            held.bits |= int(Fact.SUBMITTED)
+            held.bits |= Fact.SUBMITTED
             binding.submissions += 1
             self._rows.append(AttemptRow(held.ticket, 1, binding.name, held.peer))
             self._touch(held)
@@ -305,6 +314,7 @@ class LeaseHolder:
         if held is None or held.binding is not binding or not held.attempt or held.attempt != change.attempt:
             self._foreign.contradict(binding, change.ticket, "answers for an attempt that it does not have")
             return
+        late = held.closed
         if change.result is not None:
             said = held.checked(change.result)
             if held.said is not None and held.said != said:
@@ -315,12 +325,8 @@ class LeaseHolder:
             held.said = said
             self._take_result(held, said, change.text)
         if change.evidence is not None and held.attempt_open and not held.contradicted:
-            binding.open_attempts -= 1
             held.end_attempt(change.evidence)
-            result = type(held.said).__name__.lower() if held.said else "unknown"
-            evidence, arrived, text = change.evidence.name.lower(), sum(held.arrived), held.text or change.text
-            row = OutcomeRow(held.ticket, 1, result, arrived, held.length_bytes, evidence, held.failure, text)
-            self._rows.append(row)
+            self._rows.append(binding.ended(held.outcome(change.evidence.name.lower(), change.text), late=late))
         self._touch(held)
 
     def _take_result(self, held: Held, result: Result, text: str) -> None:
@@ -342,7 +348,7 @@ class LeaseHolder:
             if failure or text:
                 self._foreign.details.append(FactDetail(held.ticket, failure, text, held.peer))
             held.fix(result)
-            if held.view is not None and held.mode.direction is Direction.WRITE:
+            if held.writes and held.view is not None:
                 held.lo, held.hi = self._foreign.bounds(held.lease, held.arrived)
         self._touch(held)
 
@@ -353,30 +359,24 @@ class LeaseHolder:
 
     def _touch(self, held: Held) -> None:
         """Note that a lease changed: reported in the next batch, looked at in the next finish."""
-        self._changed[held.ticket] = held
-        self._to_check[held.ticket] = held
-        if held.retained:
-            held.binding.retained.add(held.ticket)
-        else:
-            held.binding.retained.discard(held.ticket)
+        self._changed[held.ticket] = self._to_check[held.ticket] = held
 
     def _give_back(self, held: Held) -> None:
         """Return one lease. If that raises, it is never tried again and its lender stops (contract 7)."""
         del self._held[held.ticket]
-        del self._by_lease[held.lender, held.lease.lease_id]
-        counts = not held.bits & (Fact.ABANDONED | Fact.FAILED) and held.mode.direction is Direction.WRITE
+        del self._by_lease[held.lender, held.lease_id]
+        counts = held.counts
         try:
-            if held.mode.direction is Direction.WRITE and held.view is not None:
-                held.lease.mark_arrived(held.arrived if counts else (False,) * len(held.view.pages))
+            if held.writes and held.view is not None:
+                held.lease.mark_arrived(held.arrived if counts else (False,) * held.rows)
             held.lease.release()
         except Exception as error:  # foreign code
-            held.bits |= int(Fact.RETURN_FAILED)
+            held.bits |= Fact.RETURN_FAILED
             self._foreign.stop_lender(held.lender, f"return of T{held.ticket} raised {error!r}")
         else:
             self._returned += 1
-            held.binding.unreturned -= 1
-            held.bits |= int(Fact.RETURNED | Fact.CONSUMED) if counts else int(Fact.RETURNED)
-        held.binding.retained.discard(held.ticket)
+            held.binding.came_back(held, consumed=counts)
+            held.bits |= (Fact.RETURNED | Fact.CONSUMED) if counts else Fact.RETURNED
         self._changed[held.ticket] = held
 
     def _contain_stopped_lenders(self) -> None:
@@ -388,7 +388,7 @@ class LeaseHolder:
                     self._contain(held)
 
     def _contain(self, held: Held) -> None:
-        held.bits |= int(Fact.LENDER_STOPPED)
+        held.bits |= Fact.LENDER_STOPPED
         held.suspect = True
         self._fail(held, FailureClass.LENDER_STOPPED, self._foreign.stopped_lenders[held.lender])
 

@@ -23,16 +23,19 @@ class LendState(StrEnum):
     COMPUTING = "computing"
     GRANTED = "granted"
     CLOSED = "closed"
+    FENCED = "fenced"
+    """Its lease went back although the reader has not said that its access has ended (P5)."""
 
 
 @dataclass(slots=True)
 class LendEntry:
-    """One key's lease: its ticket at the holder, and the sealed grant to repeat."""
+    """One key's lease: its ticket at the holder, its number at the lender, and the sealed grant to repeat."""
 
     state: LendState
     nonce: bytes
     asked_at: float
     ticket: int = 0
+    lease_id: int = 0
     grant: bytes = b""
     signature: bytes = b""
     refusal: tuple[str, str] | None = None
@@ -78,10 +81,15 @@ class LendBook:
         self._entries[key] = entry
         return entry
 
-    def grant(self, key: Key, *, ticket: int, grant: bytes, signature: bytes) -> None:
+    def grant(self, key: Key, *, ticket: int, grant: bytes, signature: bytes, lease_id: int = 0) -> None:
         """Note what was lent; repeats of the question get exactly this."""
         entry = self._entries[key]
+        entry.lease_id = lease_id
         entry.state, entry.ticket, entry.grant, entry.signature = LendState.GRANTED, ticket, grant, signature
+
+    def fence(self, key: Key) -> None:
+        """Note that a granted key's lease went back before its reader; the entry stays until that one is heard of."""
+        self._entries[key].state = LendState.FENCED
 
     def forget(self, key: Key) -> None:
         """Drop an entry that came to nothing (refused): the same key may ask again."""

@@ -1,6 +1,7 @@
 """Which page is in which state, who pins it, and what goes next when room is needed.
 
     FREE ──take──▶ WRITING ──cache──▶ CACHED ──evict──▶ FREE
+                      │                  ├─forget──▶ FORGOTTEN ──last unpin──▶ FREE
                       └─free──▶ FREE     └─quarantine──▶ QUARANTINED ──free──▶ FREE
 
 A page that is being written, pinned or quarantined is in no list from which room is made, so nothing can take it. Each
@@ -9,7 +10,7 @@ step, on the one thread that owns them (P9).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,15 +27,20 @@ class PageState(IntEnum):
     """Holds sealed content under a name; evicted only while nobody pins it."""
     QUARANTINED = 3
     """Somebody may still write it, or its bytes are suspect: neither read by name nor used again."""
+    FORGOTTEN = 4
+    """Lost its name while it is pinned: who reads goes on, nobody finds it, and the last unpin frees it."""
 
 
 # Plain ints inside: an enum's members cost several times as much to compare.
-_FREE, _WRITING, _CACHED, _QUARANTINED = (int(state) for state in PageState)
+_FREE, _WRITING, _CACHED, _QUARANTINED, _FORGOTTEN = (int(state) for state in PageState)
 
 
 @dataclass(frozen=True, slots=True)
 class PageStatistics:
-    """Pages by state; `pinned` and `idle` split the cached ones, `claimed` counts those that peers take up (P26)."""
+    """Pages by state; `pinned` and `idle` split the cached ones, `claimed` counts those that peers take up (P26).
+
+    `bound` may only take content of one salt, since a fenced reader may still read them (P5).
+    """
 
     pages: int
     free: int
@@ -45,14 +51,17 @@ class PageStatistics:
     idle: int
     claimed: int
     evictions: int
+    forgotten: int = 0
+    bound: int = 0
 
 
 class PageAllocator:
     """The states of one pool's pages.
 
     Pins keep a cached page from eviction; each read lease and each pin set adds one. Claims count what the engine
-    cannot have back for its own prompts: a page has one for each peer's write lease or pin on it, and one while it is
-    quarantined; `claimed` is the number of pages that have any.
+    cannot have back for its own prompts: a page has one for each peer's write lease or pin on it, one while it is
+    quarantined, and one for each fenced reader that binds it to one salt; `claimed` is the number of pages that have
+    any.
     """
 
     def __init__(self, page_count: int) -> None:
@@ -62,12 +71,13 @@ class PageAllocator:
         # Used as a stack with removal from the middle; popped from the end, so a fresh pool hands out 0, 1, 2…
         self._free = dict.fromkeys(range(page_count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unpinned, least recently used first
-        self._counts = [page_count, 0, 0, 0]
+        self._counts = [page_count, 0, 0, 0, 0]
+        self._bound: dict[int, int] = {}  # page → how many fenced readers may still read it
         self._claimed = 0
         self._evictions = 0
 
     def __repr__(self) -> str:
-        free, writing, cached, quarantined = self._counts
+        free, writing, cached, quarantined, _ = self._counts
         return f"<PageAllocator free={free} writing={writing} cached={cached} quarantined={quarantined}>"
 
     @property
@@ -102,15 +112,21 @@ class PageAllocator:
         """Return the pages in a state; O(pages), for checks and tests."""
         return {page for page, value in enumerate(self._states) if value == state}
 
-    def take(self, count: int, *, for_peer: bool) -> tuple[list[int], list[int]]:
+    def reachable(self, pages: Iterable[int]) -> list[int]:
+        """Return those of the pages that could be taken now."""
+        return [page for page in pages if page in self._free or page in self._idle]
+
+    def take(
+        self, count: int, *, for_peer: bool, first: Sequence[int] = (), barred: Collection[int] = ()
+    ) -> tuple[list[int], list[int]]:
         """Return `count` pages now in WRITING, and those among them that were evicted for it, least recent first.
 
-        The caller asked `available` before: more than that is a contradiction, and changes nothing.
+        Pages in `first`, all reachable, go before others, and none in `barred` is taken. The caller asked before how
+        many are available: more than that is a contradiction, and changes nothing.
         """
-        if count > self.available:
+        if count > self.available - len(self.reachable(barred)):
             raise LedgerContradictionError("more pages are taken than are available", count=count, of=self.available)
-        evicted = [self._idle.popitem(last=False)[0] for _ in range(count - len(self._free))]
-        taken = [self._free.popitem()[0] for _ in range(count - len(evicted))]
+        taken, evicted = self._chosen(count, first, barred)
         self._counts[_CACHED] -= len(evicted)
         self._counts[_FREE] -= len(taken)
         self._counts[_WRITING] += count
@@ -136,6 +152,31 @@ class PageAllocator:
         self._move(pages, (_WRITING, _QUARANTINED), _FREE, for_peer=for_peer)
         self._free.update(dict.fromkeys(pages))
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Move cached pages, whose content has lost its name, to FREE as soon as nobody pins them: some of them now."""
+        self._move(pages, (_CACHED,), _FORGOTTEN, for_peer=False)
+        for page in pages:
+            self._idle.pop(page, None)
+        self._free_forgotten([page for page in pages if not self._pins[page]])
+
+    def bind(self, pages: Sequence[int]) -> None:
+        """Count pages as taken up until `unbind`: a fenced reader may still read them, once for each such reader."""
+        for page in pages:
+            self._bound[page] = self._bound.get(page, 0) + 1
+        self._claim(pages)
+
+    def unbind(self, pages: Sequence[int]) -> None:
+        """Take one `bind` of each page back."""
+        for page in pages:
+            left = self._bound.pop(page) - 1
+            if left:
+                self._bound[page] = left
+        self._unclaim(pages)
+
+    def is_bound(self, page: int) -> bool:
+        """Return whether a fenced reader may still read a page."""
+        return page in self._bound
+
     def evict(self, page: int) -> bool:
         """Move a cached page to FREE unless it is pinned; return whether it moved."""
         if self._pins[page]:
@@ -148,7 +189,7 @@ class PageAllocator:
 
     def quarantine(self, pages: Sequence[int], *, for_peer: bool) -> None:
         """Move pages out of use, from any other state; pins on them stay until they are dropped."""
-        self._move(pages, (_FREE, _WRITING, _CACHED), _QUARANTINED, for_peer=for_peer)
+        self._move(pages, (_FREE, _WRITING, _CACHED, _FORGOTTEN), _QUARANTINED, for_peer=for_peer)
         for page in pages:
             self._free.pop(page, None)
             self._idle.pop(page, None)
@@ -178,10 +219,12 @@ class PageAllocator:
                 idle[page] = None
         if for_peer:
             self._unclaim(pages)
+        if self._counts[_FORGOTTEN]:
+            self._free_forgotten([page for page in pages if states[page] == _FORGOTTEN and not pins[page]])
 
     def statistics(self) -> PageStatistics:
         """Return the counts of this moment; O(1)."""
-        free, writing, cached, quarantined = self._counts
+        free, writing, cached, quarantined, forgotten = self._counts
         idle = len(self._idle)
         return PageStatistics(
             pages=self.page_count,
@@ -193,6 +236,8 @@ class PageAllocator:
             idle=idle,
             claimed=self._claimed,
             evictions=self._evictions,
+            forgotten=forgotten,
+            bound=len(self._bound),
         )
 
     def check(self) -> None:
@@ -203,16 +248,33 @@ class PageAllocator:
         claims: Sequence[bool] = (
             set(self._free) == in_state[PageState.FREE],
             set(self._idle) == idle,
-            pinned <= in_state[PageState.CACHED] | in_state[PageState.QUARANTINED],
+            pinned <= in_state[PageState.CACHED] | in_state[PageState.QUARANTINED] | in_state[PageState.FORGOTTEN],
+            in_state[PageState.FORGOTTEN] <= pinned,
             self._counts == [len(in_state[state]) for state in PageState],
             self._claimed == sum(1 for count in self._claims if count),
             min(self._claims, default=0) >= 0,
             min(self._pins, default=0) >= 0,
-            not any(self._claims[page] for page in self._free),
+            not any(self._claims[page] - self._bound.get(page, 0) for page in self._free),
+            all(self._claims[page] >= count > 0 for page, count in self._bound.items()),
             all(self._claims[page] for page in in_state[PageState.QUARANTINED]),
         )
         if not all(claims):
             raise LedgerContradictionError("the pool's page lists disagree", claims=claims, counts=self._counts)
+
+    def _chosen(self, count: int, first: Sequence[int], barred: Collection[int]) -> tuple[list[int], list[int]]:
+        """Take pages out of their lists; return those that were free, and those that were idle."""
+        if not first and not barred:
+            evicted = [self._idle.popitem(last=False)[0] for _ in range(count - len(self._free))]
+            return [self._free.popitem()[0] for _ in range(count - len(evicted))], evicted
+        passed = {*first, *barred}
+        rest = [page for page in (*reversed(self._free), *self._idle) if page not in passed]
+        chosen = [*first, *rest][:count]
+        evicted = [page for page in chosen if self._idle.pop(page, page) is None]
+        return [page for page in chosen if self._free.pop(page, page) is None], evicted
+
+    def _free_forgotten(self, pages: Sequence[int]) -> None:
+        self._move(pages, (_FORGOTTEN,), _FREE, for_peer=False)
+        self._free.update(dict.fromkeys(pages))
 
     def _move(self, pages: Sequence[int], before: tuple[int, ...], after: int, *, for_peer: bool) -> None:
         states, counts = self._states, self._counts

@@ -1,4 +1,4 @@
-"""A lease on pages of a pool: granted or refused at once, ended only by `release` (contract 12–19).
+"""A lease on pages: granted or refused once and for all, ended only by `release` (contract 12–19).
 
 The lease keeps what was said about it; the pages change hands in `kvbus.pool.lender`, in one step each.
 """
@@ -25,6 +25,9 @@ class LeaseKeeper(Lender, Protocol):
     def resolve(self, lease: "PoolLease") -> None:
         """Take the pages of a lease that was released unmarked, now that its rows are known."""
 
+    def raise_fence(self, lease: "PoolLease") -> LeaseFailure | None:
+        """Raise the generations of a read lease's pages, or say why that cannot be."""
+
 
 class PoolLease:
     """One lent range of pages in place; its lender owns it and every reference to it may be dropped (contract 9).
@@ -39,7 +42,7 @@ class PoolLease:
         keeper: LeaseKeeper,
         lease_id: int,
         direction: Direction,
-        granted: LeaseView | LeaseFailure,
+        granted: LeaseView | LeaseFailure | None,
         *,
         first_ordinal: int = 0,
         prompt_blocks: int = 0,
@@ -57,10 +60,12 @@ class PoolLease:
         self._for_peer = for_peer
         self._viewed = False
         self._released = False
+        self._fenced = False
+        self._forgotten = False
         self._arrived: tuple[bool, ...] | None = None
 
     def __repr__(self) -> str:
-        state = "failed" if self.failure else "released" if self._released else "lent"
+        state = "failed" if self.failure else "released" if self._released else "lent" if self._granted else "waiting"
         return f"<PoolLease {self._lease_id} {self._direction.name} pages={len(self.pages)} {state}>"
 
     @property
@@ -128,14 +133,31 @@ class PoolLease:
         """Whether the lease counts toward the lender's cap (P26)."""
         return self._for_peer
 
+    @property
+    def fenced(self) -> bool:
+        """Whether the reader may still read although the lease goes back (P5)."""
+        return self._fenced
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether all names were forgotten while the lease was out: what a write brings is no content then."""
+        return self._forgotten
+
     def poll(self) -> LeaseView | None:
-        """Return the same view each time, or None for ever for a failed lease; a contradiction after release."""
+        """Return the same view each time; None while waiting, and for ever once failed; a contradiction if released."""
         if self._released:
             raise LedgerContradictionError("a released lease is polled", lease=self._lease_id)
-        if isinstance(self._granted, LeaseFailure):
+        if not isinstance(self._granted, LeaseView):
             return None
         self._viewed = True
         return self._granted
+
+    def decide(self, granted: LeaseView | LeaseFailure) -> None:
+        """Grant or refuse a lease that was made waiting; once, and only its lender calls this."""
+        if self._granted is not None or self._released:
+            raise LedgerContradictionError("a lease is decided twice, or after its release", lease=self._lease_id)
+        self._granted = granted
+        self._names = granted.names if isinstance(granted, LeaseView) else ()
 
     def name_rows(self, names: Sequence[bytes]) -> None:
         """Name the rows of a write lease that was lent unnamed; once, before it is marked.
@@ -170,7 +192,9 @@ class PoolLease:
         each block), or the whole prompt as far as it is held.
         """
         mask = require_mask(arrived, len(self.pages))
-        if isinstance(self._granted, LeaseFailure):
+        if self._forgotten:
+            mask = (False,) * len(mask)
+        if not isinstance(self._granted, LeaseView):
             return self._first_ordinal, self._first_ordinal
         ordinals = self._granted.ordinals
         if not ordinals:
@@ -179,6 +203,19 @@ class PoolLease:
             if not whole:
                 return ordinals[0], ordinal
         return ordinals[0], max(self._prompt_blocks, ordinals[-1] + 1)
+
+    def forget(self) -> None:
+        """Note that all names were forgotten; only the lender calls this (contract 24)."""
+        self._forgotten = True
+
+    def fence(self) -> LeaseFailure | None:
+        """Keep the reader of a read lease from delivering what it reads from now on, or say why that cannot be (P5).
+
+        The caller has isolated that reader, and releases the lease next; `PoolLender.lift` ends the fence.
+        """
+        failure = self._keeper.raise_fence(self)
+        self._fenced = failure is None
+        return failure
 
     def release(self) -> None:
         """Give the pages back; legal in every state, and only the first call does anything (contract 15).

@@ -17,6 +17,7 @@ from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView
 from kvbus.pool.allocator import PageAllocator, PageState, PageStatistics
 from kvbus.pool.audit import check_leases
+from kvbus.pool.fences import Fences
 from kvbus.pool.index import ReuseIndex
 from kvbus.pool.lease import PoolLease
 from kvbus.pool.memory import PoolMemory
@@ -59,6 +60,7 @@ class PoolLender:
         self._memory = memory
         self._allocator = allocator
         self._index = index
+        self._fences = Fences(allocator, index, memory.generations)
         self._name = name
         self._rank = rank
         self._lent_cap_pages = lent_cap_pages
@@ -120,13 +122,15 @@ class PoolLender:
         pins: PinSet | None = None,
         prompt_blocks: int = 0,
         for_peer: bool = True,
+        salt: str | None = None,
     ) -> PoolLease:
         """Lend one page for each ordinal (ascending) to be filled with the content that its name means.
 
         Room is made by evicting what was used least recently. `names` None lends unnamed rows: `PoolLease.name_rows`
         names them before they are marked. `pins` pins the content from the moment of the release; `prompt_blocks` says
-        how far the prompt is held once all rows arrived, if blocks after the last ordinal are. ValueError for more rows
-        than the pool has pages (contract 16).
+        how far the prompt is held once all rows arrived, if blocks after the last ordinal are. `salt` is that of the
+        names; without it the pages can never be fenced, nor are those taken that a fence binds (P5). ValueError for
+        more rows than the pool has pages (contract 16).
         """
         require_ordinals(ordinals)
         if names is not None:
@@ -138,23 +142,30 @@ class PoolLender:
         if pins is not None and pins.dropped:
             raise ValueError(f"the pins of the lease were dropped already: {pins!r}")
         first = ordinals[0] if ordinals else prompt_blocks
-        failure = self.refusal(len(ordinals), for_peer=for_peer)
+        failure = self.refusal(len(ordinals), for_peer=for_peer, salt=salt)
         if failure:
             return self._enter(Direction.WRITE, failure, first, for_peer=for_peer)
-        pages, evicted = self._allocator.take(len(ordinals), for_peer=for_peer)
+        first_pages, barred = self._fences.first(salt), self._fences.barred(salt)
+        pages, evicted = self._allocator.take(len(ordinals), for_peer=for_peer, first=first_pages, barred=barred)
         for page in evicted:
             self._index.remove(page)
+        self._fences.note(pages, salt)
         counters = self._memory.generations.raise_pages(pages)
         view = self._view(ordinals, names or (b"",) * len(ordinals), pages, counters)
         return self._enter(Direction.WRITE, view, first, prompt_blocks=prompt_blocks, pins=pins, for_peer=for_peer)
 
-    def refusal(self, pages: int, *, for_peer: bool = True) -> LeaseFailure | None:
+    def refusal(self, pages: int, *, for_peer: bool = True, salt: str | None = None) -> LeaseFailure | None:
         """Return why a write lease on so many pages would be refused now, or None; changes nothing."""
-        if for_peer and self._allocator.claimed + pages > self._lent_cap_pages:
-            return over_cap(pages, self._lent_cap_pages, self._allocator.statistics())
-        if pages > self._allocator.available:
-            return no_room(pages, self._allocator.statistics())
+        fresh = max(0, pages - len(self._fences.first(salt)))
+        if for_peer and fresh and self._allocator.claimed + fresh > self._lent_cap_pages:
+            return over_cap(fresh, self._lent_cap_pages, self._allocator.statistics())
+        if pages > (room := self.room(salt)):
+            return no_room(pages, room, self._allocator.statistics())
         return None
+
+    def room(self, salt: str | None = None) -> int:
+        """Return how many pages content of this salt could take now."""
+        return self._allocator.available - len(self._fences.barred(salt))
 
     def progress(self) -> Sequence[int]:
         """Return the ids of the leases made since the last call: in place, each is ready or failed from the start."""
@@ -182,6 +193,23 @@ class PoolLender:
                 self._index.remove(page)
                 freed += 1
         return freed
+
+    def forget_names(self) -> int:
+        """Lend nothing by the names of now any more, and return how many those were (contract 24).
+
+        Called for when the same names will mean other bytes. Who reads goes on; what open writes bring is no content.
+        """
+        pages = sorted(self._index.pages())
+        for page in pages:
+            self._index.remove(page)
+        self._allocator.forget(pages)
+        for lease in (*self._leases.values(), *self._unmarked.values()):
+            lease.forget()
+        return len(pages)
+
+    def lift(self, lease_id: int) -> bool:
+        """The reader of a fenced lease reads no more, on evidence: bind its pages no longer; False if none is."""
+        return self._fences.lift(lease_id)
 
     def quarantine(self, pages: Sequence[int]) -> int:
         """Take free or cached pages out of use, and return how many were not yet; leases on them run on.
@@ -230,6 +258,10 @@ class PoolLender:
             self._allocator.quarantine(lease.pages, for_peer=lease.for_peer)
         else:
             self._commit(lease)
+
+    def raise_fence(self, lease: PoolLease) -> LeaseFailure | None:
+        """Fence a read lease's pages; only `PoolLease.fence` calls this."""
+        return self._fences.raise_for(lease)
 
     def resolve(self, lease: PoolLease) -> None:
         """Take the pages of a lease marked after its release out of quarantine; only `mark_arrived` calls this."""
@@ -291,14 +323,15 @@ class PoolLender:
         # Last row first: the prompt's end is evicted before its beginning, and free pages are handed out ascending.
         rows = zip(lease.pages[::-1], lease.names[::-1], (lease.arrived or ())[::-1], strict=True)
         for page, name, whole in rows:
-            (content if whole and name and name not in index else spare).append(page)
+            (content if whole and name and not lease.forgotten and name not in index else spare).append(page)
         self._memory.generations.seal_pages(content)
+        self._memory.digests.sealed(content)
         named = dict(zip(lease.pages, lease.names, strict=True))
         for page in content:
             index.insert(named[page], page)
         self._allocator.cache(content, for_peer=lease.for_peer)
         self._allocator.free(spare, for_peer=lease.for_peer)
-        if lease.pins is not None:
+        if lease.pins is not None and not lease.forgotten:
             arrived = [name for name, whole in zip(lease.names, lease.arrived or (), strict=True) if whole]
             lease.pins.add([page for page in index.match(arrived) if page is not None])
 

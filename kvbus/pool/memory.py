@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbus.errors import ConfigError, PeerError
+from kvbus.pool.digests import PageDigests
 from kvbus.pool.generations import RECORD_BYTES, Generations
 from kvbus.pool.host_memory import available_bytes
 from kvbus.pool.layout import STRIDE_UNIT_BYTES, PageLayout
@@ -92,6 +93,7 @@ class PoolMemory:
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
         self._fingerprint = layout.fingerprint()
         self._generations = Generations(self._table(), epoch)
+        self._digests = PageDigests(self._generations, plan.page_count)
 
     def __repr__(self) -> str:
         plan = self._plan
@@ -168,6 +170,11 @@ class PoolMemory:
     def generations(self) -> Generations:
         """The pool's generation table."""
         return self._generations
+
+    @property
+    def digests(self) -> PageDigests:
+        """What the worker knows of its pages' bytes; turned off unless somebody turns it on."""
+        return self._digests
 
     @property
     def address(self) -> int:

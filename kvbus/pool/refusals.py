@@ -18,19 +18,22 @@ def over_cap(pages: int, lent_cap_pages: int, state: PageStatistics) -> LeaseFai
     """Return the refusal of a lease that would take pages which the engine's longest prompt needs (P26)."""
     return LeaseFailure(
         FailureClass.LEASE_REFUSED,
-        f"{pages} more pages asked for, but {state.claimed} of at most {lent_cap_pages} are lent, retained or "
-        f"quarantined ({state.quarantined} quarantined): the rest of the pool's {state.pages} is the engine's",
+        f"{pages} more pages asked for, but {state.claimed} of at most {lent_cap_pages} are lent, retained, "
+        f"quarantined ({state.quarantined}) or bound by fences ({state.bound}): the rest of the pool's {state.pages} "
+        "is the engine's",
     )
 
 
-def no_room(pages: int, state: PageStatistics) -> LeaseFailure:
+def no_room(pages: int, room: int, state: PageStatistics) -> LeaseFailure:
     """Return the refusal of a lease for which the pool has too few pages that may be taken."""
-    return LeaseFailure(
-        FailureClass.LEASE_REFUSED,
-        f"{pages} pages asked for, {state.free + state.idle} can be had: of {state.pages}, {state.free} are free, "
+    text = (
+        f"{pages} pages asked for, {room} can be had: of {state.pages}, {state.free} are free, "
         f"{state.idle} may be evicted, {state.writing} are being written, {state.pinned} pinned, "
-        f"{state.quarantined} quarantined",
+        f"{state.quarantined} quarantined"
     )
+    if state.bound:
+        text += f"; {state.bound} may only take content of the salt that a fenced reader was lent"
+    return LeaseFailure(FailureClass.LEASE_REFUSED, text)
 
 
 def not_whole(asked: int, held: int) -> LeaseFailure:

@@ -7,23 +7,27 @@ which generation, marked as accessed, signed (P9, contract 42). A repeat of a qu
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from kvbus.dataplane.lending import LendingBackend, Reader
 from kvbus.errors import KvbusError, PeerError
 from kvbus.events import Event, LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, column, encode
-from kvbus.grants import Grant, LenderKey, MemoryAccess, UcxAccess
+from kvbus.grants import Grant, LenderKey
 from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
 from kvbus.ledger.types import Direction, LeaseView, SubmitMode
-from kvbus.names import NAME_LENGTH_BYTES, tokens_from_bytes
+from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
 from kvbus.parts import Body, ProcessIdentity
 from kvbus.processes import ProcessWatch, same_host
+from kvbus.roles.digesting import Digester
+from kvbus.roles.offers import LenderName, Offer, PoolAccess, key_of, looks
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
+
+__all__ = ["LEND_MODE", "Fenced", "LenderName", "PoolAccess", "Source", "key_of"]
 
 LEND_MODE = SubmitMode("lending", Direction.READ)
 
@@ -38,20 +42,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LenderName:
-    """Who lends: what stands in each grant."""
+class Fenced:
+    """What came of fencing one reader: the tickets that went back, and why others did not."""
 
-    instance: str
-    member: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolAccess:
-    """The ways in which a reader may reach the pool."""
-
-    ucx: UcxAccess | None
-    memory: MemoryAccess | None
+    tickets: tuple[int, ...]
+    refused: dict[int, str]
 
 
 class Source:
@@ -74,6 +69,7 @@ class Source:
     ) -> None:
         self._name = name
         self._pool = pool
+        self._digester = Digester(pool.memory)
         self._access = access
         self._rounds = rounds
         self._lending = lending
@@ -118,6 +114,9 @@ class Source:
             self._book.close(book_key, nonce)
             self._rounds.run()
             return True
+        if entry is not None and entry.state is LendState.FENCED:
+            self._lending.acknowledge(key, nonce)
+            self._pool.lender.lift(entry.lease_id)
         # Nothing is lent under this key: the tombstone keeps a question that is still under way, or a computation that
         # has not ended, from lending.
         self._book.close(book_key, nonce)
@@ -129,10 +128,34 @@ class Source:
         self._readers.pop((instance, member, epoch), None)
         for key in self._book.keys_of(instance, member, epoch):
             if entry := self._book.find(key):
+                if entry.state is LendState.FENCED:
+                    self._pool.lender.lift(entry.lease_id)
                 self._book.close(key, entry.nonce)
             self._wake(key)
         if self._lending.reader_died(instance, member, epoch):
             self._rounds.run()
+
+    def fence(self, instance: str, member: str, epoch: int, text: str) -> Fenced:
+        """Isolate a reader and take back what it was lent, although it may still read: it can deliver none of it (P5).
+
+        Only somebody who knows that this reader stays silent asks for it: an operator, or an orchestrator that has lost
+        its host. No time that passes does. What is written into its pages until it speaks, or is proved dead, is of the
+        salt that it was lent.
+        """
+        holder, tickets = self._rounds.holder, list[int]()
+        refused: dict[int, str] = {}
+        self._lending.isolate_epoch(instance, epoch)
+        for key in self._book.keys_of(instance, member, epoch):
+            entry = self._book.find(key)
+            if entry is None or entry.state is not LendState.GRANTED:
+                continue
+            if refusal := holder.fence(entry.ticket, text):
+                refused[entry.ticket] = refusal
+            else:
+                self._book.fence(key)
+                tickets.append(entry.ticket)
+        self._rounds.run()
+        return Fenced(tuple(tickets), refused)
 
     def stop_lending(self) -> None:
         """Refuse new questions from now on; what is lent stays until its reader lets go."""
@@ -143,6 +166,7 @@ class Source:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._digester.close()
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -165,11 +189,17 @@ class Source:
             return _refused(FailureClass.GRANT_REFUSED, "this key is in use, under another nonce")
         if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
             await self._decision(key, asked.wait_s)
+        return self._answer(key, entry)
+
+    def _answer(self, key: Key, entry: LendEntry) -> LendAnswered:
+        """Say where an entry stands; a refusal is said once, and the key may then be asked for again."""
         if entry.state is LendState.GRANTED:
             return LendAnswered(status="granted", grant=entry.grant, signature=entry.signature)
         if entry.refusal is not None:
             self._book.forget(key)
             return LendAnswered(status="refused", failure=entry.refusal[0], reason=entry.refusal[1][:TEXT_LENGTH_MAX])
+        if entry.state is LendState.FENCED:
+            return _refused(FailureClass.PEER_LOST, f"{self._name.instance} has fenced this reader")
         if entry.state is LendState.CLOSED:
             return _refused(FailureClass.CANCELLED, "the reader closed this key meanwhile")
         return LendAnswered(status="computing")
@@ -215,10 +245,10 @@ class Source:
 
     def _decide(self, asked: LendRequested, entry: LendEntry) -> None:
         """Lend at once where that is possible; otherwise say why not, or start to compute."""
-        names = _names_of(asked)
+        names = names_from_bytes(asked.names)
         held = len(self._pool.lender.pages_held(names))
         if held == len(names) or (asked.on_miss == "partial" and held):
-            self._lend_now(asked, entry)
+            self._lend_digested(asked, entry, names)
         elif asked.on_miss == "prefill":
             self._start_prefill(asked, entry, len(names) - held)
         else:
@@ -228,10 +258,42 @@ class Source:
             )
             entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
 
+    def _lend_digested(self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...]) -> None:
+        """Lend at once, or as soon as the pages have their digests; they are pinned until then (P9)."""
+        if self._digester.ready(self._held(asked)):
+            self._lend_now(asked, entry)
+            return
+        pins = self._pool.lender.pin_set(for_peer=False)  # the lease that follows is counted, and may be refused
+        pins.pin(names)
+        self._start(self._digest(asked, entry, pins.pages)).add_done_callback(lambda _task: pins.drop())
+
+    def _held(self, asked: LendRequested) -> list[int]:
+        return self._pool.lender.pages_held(names_from_bytes(asked.names))
+
+    async def _digest(self, asked: LendRequested, entry: LendEntry, pages: tuple[int, ...]) -> None:
+        try:
+            await self._digester.make(pages)
+            while entry.state is LendState.COMPUTING and not self._digester.ready(self._held(asked)):
+                await self._digester.make(self._held(asked))  # some were stored anew meanwhile
+            if entry.state is LendState.COMPUTING:
+                self._lend_now(asked, entry)
+        except ValueError as error:
+            entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
+        finally:
+            self._wake(key_of(asked.key))
+
     def _lend_now(self, asked: LendRequested, entry: LendEntry) -> None:
-        names, holder = _names_of(asked), self._rounds.holder
+        names, holder = names_from_bytes(asked.names), self._rounds.holder
         lease = self._pool.lender.lend_read(names, asked.first_block, whole=asked.on_miss == "prefill")
-        reader = Reader(asked.key, asked.nonce, asked.process)
+        offer = self._access.offer(asked)
+        reader = Reader(
+            asked.key,
+            asked.nonce,
+            asked.process,
+            looks(asked),
+            secret=offer.secret,
+            by_socket_only=offer.by_socket_only,
+        )
         ticket = holder.take(
             lease, LEND_MODE, reader, now=self._clock(), peer=asked.key.instance, transfer=asked.key.transfer
         )
@@ -244,15 +306,16 @@ class Source:
             self._rounds.run()
             return
         try:
-            data, signature = self._key.seal(self._grant(asked, ticket, view))
+            data, signature = self._key.seal(self._grant(asked, ticket, view, offer))
         except ValueError as error:
             entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), str(error))
             self._lending.withdraw(ticket)  # the grant never left
             self._rounds.run()
             return
-        self._book.grant(key_of(asked.key), ticket=ticket, grant=data, signature=signature)
+        self._book.grant(key_of(asked.key), ticket=ticket, grant=data, signature=signature, lease_id=lease.lease_id)
 
-    def _grant(self, asked: LendRequested, ticket: int, view: LeaseView) -> Grant:
+    def _grant(self, asked: LendRequested, ticket: int, view: LeaseView, offer: Offer) -> Grant:
+        digests = self._digester.column(view)
         return Grant(
             lender_instance=self._name.instance,
             lender_member=self._name.member,
@@ -265,27 +328,36 @@ class Source:
             pool=self._pool.geometry(),
             pages=column(view.pages, 4),
             counters=column(view.counters, 8),
-            ucx=self._access.ucx if "ucx" in asked.transports else None,
-            memory=self._access.memory if "memory" in asked.transports else None,
+            ucx=offer.ucx,
+            memory=offer.memory,
+            socket=offer.socket,
+            checked=looks(asked),
+            digests=None if digests is None else column(digests, 8),
         )
 
     # ------------------------------------------------------------------------------------------------------ prefill
 
     def _start_prefill(self, asked: LendRequested, entry: LendEntry, blocks: int) -> None:
         # Pins are never refused, so the room is checked before the work whose result they will keep.
-        failure = self._pool.lender.refusal(blocks)
+        failure = self._pool.lender.refusal(blocks, salt=asked.salt)
         if failure is not None:
             entry.refusal = (failure.failure.name.lower(), f"{self._name.instance}: {failure.text}")
             return
-        task = asyncio.get_running_loop().create_task(self._prefill(asked, entry))
+        self._start(self._prefill(asked, entry))
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _prefill(self, asked: LendRequested, entry: LendEntry) -> None:
         key = key_of(asked.key)
         try:
             token_ids = tokens_from_bytes(asked.tokens)
             async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as refused:
+                if refused is None:
+                    await self._digester.make(self._held(asked))
                 if entry.state is not LendState.COMPUTING:
                     return  # the reader has gone: nothing is lent
                 if refused is not None:
@@ -321,15 +393,5 @@ class Source:
         return encode(self._recorder.header(body.KIND, cause), body)
 
 
-def key_of(key: ReaderKey) -> Key:
-    """Return a reader key as the lender's book keeps it."""
-    return key.instance, key.member, key.epoch, key.transfer, key.attempt, key.rank
-
-
 def _refused(failure: FailureClass, text: str) -> LendAnswered:
     return LendAnswered(status="refused", failure=failure.name.lower(), reason=text[:TEXT_LENGTH_MAX])
-
-
-def _names_of(asked: LendRequested) -> tuple[bytes, ...]:
-    step = NAME_LENGTH_BYTES
-    return tuple(asked.names[at : at + step] for at in range(0, len(asked.names), step))

@@ -183,13 +183,16 @@ def a_cancel_is_a_request_and_no_evidence(heard: Heard) -> None:
 
 
 def an_isolated_peer_gets_no_new_work(heard: Heard) -> None:
-    """New orders for it are rejected, other peers go on (R18)."""
+    """New orders for it are rejected, other peers go on, and its own attempts have not ended by that (R18, 40, P7)."""
     backend, order = heard.case.backend, heard.submit(1)
     heard.case.calls.ask("isolate", lambda: backend.isolate("one"))
     if heard.case.isolates:
         rejection = heard.rejects(heard.case.order(2, 1, "one"), "R18", "for a peer that is isolated")
         require(rejection.failure is FailureClass.PEER_LOST, "R18", f"isolation is called {rejection.failure!r}")
     other = heard.submit(3, peer="two")
+    heard.listen()
+    if heard.case.end is not None:
+        require((1, 1) not in heard.evidence, "40", "an isolation was taken for evidence")
     heard.end_of(order)
     heard.end_of(other)
     kept = heard.results[3, 1]

@@ -57,6 +57,7 @@ class ListedLease:
     def __init__(self, lender: "ListedLender", lease_id: int, direction: Direction, view: LeaseView) -> None:
         self.faults = Faults()
         self.polls = 0
+        self.fences = 0
         self.bounds_asked = 0
         self.marks: list[tuple[bool, ...]] = []
         self.releases = 0
@@ -127,6 +128,13 @@ class ListedLease:
         self._viewed = True
         return self._view
 
+    def fence(self) -> LeaseFailure | None:
+        """Note that the reader was fenced (P5); refused where a test said so."""
+        self.faults.strike("fence")
+        if self._lender.fence_refused is None:
+            self.fences += 1
+        return self._lender.fence_refused
+
     def mark_arrived(self, arrived: Sequence[bool]) -> None:
         """Note which rows hold content: writes only, once, after the view, one bool a row (contract 14)."""
         self.faults.strike("mark_arrived")
@@ -166,6 +174,7 @@ class ListedLender:
         self.out: dict[int, ListedLease] = {}
         self.content: set[bytes] = set()
         self.progress_calls = 0
+        self.fence_refused: LeaseFailure | None = None
         self._name = name
         self._rank = rank
         self._epoch = epoch
@@ -308,6 +317,17 @@ class ManualBackend:
         """Note the peer."""
         self.isolations.append(peer)
         self.faults.strike("isolate")
+
+    def fence_refusal(self, ticket: int, attempt: int) -> str:
+        """Say that a reader may be fenced if it was isolated, and its attempt is open."""
+        self.faults.strike("fence_refusal")
+        peer = self.orders[ticket].peer
+        return "" if (ticket, attempt) in self.open and peer in self.isolations else f"{peer} is not isolated"
+
+    def fenced(self, ticket: int, attempt: int) -> None:
+        """Close an attempt that was fenced."""
+        self.faults.strike("fenced")
+        del self.open[ticket, attempt]
 
     def shutdown(self, budget_s: float) -> Sequence[tuple[int, int]]:
         """Take nothing more, and return what is open; nothing ends by itself."""

@@ -96,6 +96,19 @@ def test_a_socket_path_that_linux_cannot_hold_is_the_operators_to_mend(tmp_path:
         BlockingLink.connect(tmp_path / ("x" * 120))
 
 
+def test_a_wait_without_a_bound_is_not_cut_short_by_an_earlier_one() -> None:
+    # R23: an engine has waited for its welcome with a bound, and waits for work without one, for as long as it is idle
+    ours, theirs = socket.socketpair()
+    ends = BlockingLink(ours)
+    for bound_s in (0.25, None, 60.0, None):
+        theirs.sendall(encode_frame("say", 4, {}))
+        assert ends.receive(bound_s) == {"op": "say", "id": 4}
+        seconds, microseconds = struct.unpack("ll", ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+        assert seconds + microseconds / 1e6 == pytest.approx(bound_s or 0.0, abs=0.01)  # 0: the kernel waits for ever
+    theirs.close()
+    ends.close()
+
+
 def test_a_closed_peer_is_the_end_and_a_silent_one_a_timeout() -> None:
     ours, theirs = socket.socketpair()
     ends = BlockingLink(ours)

@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,8 +21,10 @@ from kvbus.engines.desk import Refusal
 from kvbus.engines.link import BlockingLink, EngineError, EngineRefusedError, Frame
 from kvbus.engines.port import EnginePort
 from kvbus.engines.toy import ToyEngine
+from kvbus.engines.worker_link import WorkerLink
 from kvbus.errors import ConfigError
 from kvbus.events import Message, Prompt
+from kvbus.names import page_names
 from tests.unit.engine_parts import PROMPT, TOY, SmallDesk, Worker, answer_of, worker_with
 from tests.waiting import until
 
@@ -674,3 +677,36 @@ async def test_representations_and_counters_are_for_people(worker: Worker) -> No
     assert repr(worker.port).startswith(f"<EnginePort {worker.path} engine=<AttachedEngine toy pid=")
     counts = worker.port.statistics()
     assert (counts.attached, counts.lost, counts.broken, counts.calls_in_flight) == (1, 0, 0, 0)
+
+
+async def test_a_client_has_all_names_forgotten(worker: Worker) -> None:
+    # contract 24
+    await worker.start_engine()
+    whole = await worker.ask(warm)
+    assert await worker.ask(lambda client: client.forget()) == WHOLE
+    assert await worker.ask(lambda client: client.held(IDS)) == 0
+    again = await worker.ask(warm)
+    assert (again.end.cached_tokens, again.end.stored_blocks) == (0, WHOLE)
+    assert again.end.tokens == whole.end.tokens
+
+
+async def test_an_engine_has_all_names_forgotten(tmp_path: Path) -> None:
+    # contract 24
+    worker = Worker(tmp_path)
+    await worker.port.start()
+    engine = hello_by_hand(worker.path)
+    assert (await asyncio.to_thread(next_frame, engine))["op"] == "welcome"
+    names = page_names(worker.desk.pool.memory.layout.namespace(""), IDS[: 2 * BLOCK], BLOCK)
+    lease = worker.desk.pool.lend_write(names, range(2), for_peer=False)
+    assert lease.poll() is not None
+    lease.mark_arrived((True, True))
+    lease.release()
+    link = WorkerLink(engine)
+    reader = threading.Thread(target=link.read)
+    reader.start()
+    assert await asyncio.to_thread(link.forget) == 2
+    assert worker.desk.held(IDS, "") == 0
+    engine.hang_up()
+    await asyncio.to_thread(reader.join, 10)
+    engine.close()
+    assert await worker.port.close(budget_s=0.05) is False  # this very process is the engine, and lives on

@@ -266,3 +266,24 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> Non
     pushed = [stream.push(0x80) for _ in range(64)]
     assert "".join(pushed)
     assert stream._context > 50
+
+
+def test_after_a_change_of_weights_nothing_of_before_is_used_and_what_follows_counts() -> None:
+    # contract 24
+    one = Instance()
+    before, *_ = one.answer()
+    assert one.answer()[1] > 0, "the prompt is reused"
+    one.engine.change_weights(7)
+    assert one.session.forget() == WHOLE
+    assert one.held() == 0
+    after, cached, stored, _ = one.answer()
+    fresh = WatchedToy.load({**TOY, "seed": 7})
+    assert (cached, stored) == (0, WHOLE)
+    assert after == one.answer()[0] == fresh_answer(fresh)
+    assert after != before
+
+
+def fresh_answer(engine: ToyEngine) -> str:
+    """What an engine answers that never had other weights."""
+    run = ToyRun(engine._options, IDS, (), lambda: False)
+    return engine.decode([token for token in (run.next_token() for _ in range(12)) if token is not None])

@@ -95,6 +95,22 @@ def test_an_engine_of_another_seed_name_or_work_has_another_digest_and_other_pag
     assert answer(toy=engine(seed=1)) != answer()
 
 
+def test_ranks_have_one_model_but_rows_and_page_names_of_their_own() -> None:
+    alone, first, second = engine(), engine(ranks=2), engine(rank=1, ranks=2)
+    digests = {toy.describe().model_digest for toy in (alone, first, second)}
+    assert len(digests) == 1
+    layouts = [toy.describe().layout for toy in (alone, first, second)]
+    assert [(layout.rank, layout.ranks) for layout in layouts] == [(0, 1), (0, 2), (1, 2)]
+    assert len({layout.fingerprint() for layout in layouts}) == 3
+    assert len({answer(toy=toy) for toy in (alone, first, second)}) == 3
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"rank": -1, "ranks": 2}, {"rank": 2, "ranks": 2}, {"ranks": 0}])
+def test_a_rank_that_does_not_exist_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="toy option rank"):
+        engine(**options)
+
+
 def test_a_cancelled_prefill_stops_between_two_tokens() -> None:
     asked: list[bool] = []
 

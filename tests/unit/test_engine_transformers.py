@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.engines.base import Prefilled
+from kvbus.engines.alone import session_alone
+from kvbus.engines.base import Prefilled, Request, Token
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.engines.transformers import TransformersEngine
 from kvbus.errors import ConfigError
@@ -76,6 +77,11 @@ async def test_a_real_model_resumes_from_pages_with_the_same_tokens(worker: Work
     worker.desk.release(prefilled.handle)
     after = await worker.ask(lambda client: answer(client, ids))
     assert (after.end.tokens, after.end.cached_tokens) == (cold.end.tokens, blocks * 32)
+
+    # R23: the same model without a worker needs none
+    alone = session_alone(TransformersEngine.load({"folder": str(folder)}))
+    request = Request(ids, max_tokens=24, store=True, reuse=True, salt="")
+    assert alone.generate(request, list[Token]().append, lambda: False).tokens == cold.end.tokens
 
     chat = [{"role": "user", "content": "what is a page"}]
     assert len((await worker.ask(lambda client: client.generate(messages=chat, max_tokens=4))).end.tokens) > 0

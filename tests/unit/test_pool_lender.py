@@ -506,7 +506,7 @@ def test_peers_leave_the_engine_its_longest_prompt() -> None:
     write = lender.lend_write(names_of(1, prompt=2), (0,))
     view_of(write)
     write.release()  # unmarked: quarantined pages count as well
-    assert "(1 quarantined)" in refused(lender.lend_write(names_of(1, prompt=3), (0,)))
+    assert "quarantined (1)" in refused(lender.lend_write(names_of(1, prompt=3), (0,)))
     fill(lender, names_of(5, prompt=4))
     assert lender.statistics().refusals == 2
     lender.check()

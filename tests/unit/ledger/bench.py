@@ -40,9 +40,11 @@ class Bench:
         lease = self.lender.lend(Direction.WRITE, rows, granted=granted)
         return self.holder.take(lease, PULL, hint, now=0.0, peer=peer, transfer="t1"), lease
 
-    def read(self, rows: int = 1, *, hint: object = "reader", peer: str = "peer") -> tuple[int, ListedLease]:
+    def read(
+        self, rows: int = 1, *, hint: object = "reader", granted: bool = True, peer: str = "peer"
+    ) -> tuple[int, ListedLease]:
         """Take a read lease."""
-        lease = self.lender.lend(Direction.READ, rows)
+        lease = self.lender.lend(Direction.READ, rows, granted=granted)
         return self.holder.take(lease, SERVE, hint, now=0.0, peer=peer, transfer="t1"), lease
 
     def round(self, *settled: int) -> LeaseFacts:

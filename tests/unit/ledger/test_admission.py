@@ -229,3 +229,18 @@ def test_the_counters_add_up_whatever_happens(
         assert statistics.inflight == len(running) <= most
         assert statistics.fired == statistics.settled + statistics.failed + statistics.inflight
         assert statistics.seen <= max(entries, most)
+
+
+def test_once_all_names_are_forgotten_what_has_settled_may_run_again_and_what_runs_goes_on() -> None:
+    # contract 24; P21
+    one = gate(most=3)
+    for what in ("settled", "running"):
+        assert ask(one, what) is Verdict.ACCEPTED
+    one.ended("settled", settled=True)
+    assert ask(one, "settled", now=1.0) is Verdict.DEDUPED
+    one.forget_settled()
+    assert one.statistics().seen == 1
+    assert ask(one, "settled", now=2.0) is Verdict.ACCEPTED
+    assert ask(one, "running", now=2.0) is Verdict.DEDUPED
+    one.ended("running", settled=True)
+    assert ask(one, "running", now=3.0) is Verdict.ACCEPTED, "what it brought had no name any more"

@@ -3,7 +3,7 @@
 import pytest
 
 from kvbus.errors import LedgerContradictionError
-from kvbus.ledger.binding import Binding
+from kvbus.ledger.binding import Binding, Kept
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.foreign import Foreign
 from kvbus.ledger.types import Change, Containment, Direction, Order, SubmitMode
@@ -132,7 +132,7 @@ def test_bounds_of_a_stopped_lender_are_empty_and_not_asked_for() -> None:
 def test_a_binding_counts_what_it_did() -> None:
     # R24
     _, binding, _ = foreign()
-    binding.retained.update({1, 2})
+    binding.retained.update({1: Kept("lender", 3, 5.0), 2: Kept("lender", 1, 4.0)})
     record = binding.statistics()
     assert (record.name, record.accepting, record.retained, record.submissions) == ("pull", True, 2, 0)
     binding.stopped = FailureClass.BINDING_STOPPED

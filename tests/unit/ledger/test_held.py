@@ -107,12 +107,11 @@ def test_all_fact_bits_fit_their_column() -> None:
     assert RESULT_BITS & EVIDENCE_BITS == 0
 
 
-def test_an_empty_batch_is_falsy_and_a_line_is_one_entry_in_each_column() -> None:
+def test_a_batch_is_falsy_only_while_nothing_changed() -> None:
     facts = LeaseFacts()
     assert not facts
-    facts.add(7, 1, int(Fact.TAKEN), 2, 3)
-    assert facts
-    assert (facts.tickets, facts.ranks, facts.bits, facts.lo, facts.hi) == ([7], [1], [1], [2], [3])
+    assert (facts.tickets, facts.ranks, facts.bits, facts.lo, facts.hi) == ([], [], [], [], [])
+    assert LeaseFacts(tickets=[7], ranks=[1], bits=[Fact.TAKEN], lo=[2], hi=[3])
 
 
 # -------------------------------------------------------------------------------------------------------- the books
@@ -159,6 +158,8 @@ def test_uncounted_retention_is_found() -> None:
     # R18
     one = sound()
     one.fix(Failed(FailureClass.TRANSPORT, "x"))
+    books(one)
+    one.binding.retained.clear()
     with pytest.raises(LedgerContradictionError, match="not counted"):
         books(one)
 

@@ -12,17 +12,19 @@ from kvbus.ledger.types import Delivered, SubmissionRejectedError
 from tests.unit.ledger.bench import HELD_BACK, Bench
 
 USUAL = "grant advance assign deliver end whole fail collect settle finish".split()
-SELDOM = "refuse reject raise abandon cancel spoil".split()
+SELDOM = "refuse reject raise abandon cancel spoil fence fence".split()
 STEPS = [*USUAL * 12, *SELDOM]
 
 
 class Walk:
-    """One write lease, moved at random; notes where its bits say that it stands after each call."""
+    """One lease, moved at random; notes where its bits say that it stands after each call."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, reads: bool) -> None:
         self.chance = random.Random(seed)
         self.bench = Bench()
-        self.ticket, self.lease = self.bench.write(hint=HELD_BACK, granted=False)
+        lend = self.bench.read if reads else self.bench.write
+        self.ticket, self.lease = lend(hint=HELD_BACK, granted=False)
+        self.backend = self.bench.serve if reads else self.bench.pull
         self.stages = [Stage.TAKEN]
         self.assigned = False
 
@@ -44,7 +46,7 @@ class Walk:
         self.stages.append(stage_of(bits))
 
     def step(self, name: str) -> None:
-        holder, pull, lease = self.bench.holder, self.bench.pull, self.lease
+        holder, lease, faults = self.bench.holder, self.lease, self.backend.faults
         calls: dict[str, Callable[[], object]] = {
             "advance": holder.advance,
             "collect": holder.collect,
@@ -52,8 +54,9 @@ class Walk:
             "settle": lambda: holder.settle([self.ticket]),
             "abandon": lambda: holder.abandon(self.ticket, FailureClass.DEADLINE, "the budget is spent"),
             "cancel": lambda: holder.cancel(self.ticket, "not wanted"),
-            "reject": lambda: pull.faults.plant("submit", SubmissionRejectedError(FailureClass.TRANSPORT, "not now")),
-            "raise": lambda: pull.faults.plant("submit", OSError("gone")),
+            "fence": self.fence,
+            "reject": lambda: faults.plant("submit", SubmissionRejectedError(FailureClass.TRANSPORT, "not now")),
+            "raise": lambda: faults.plant("submit", OSError("gone")),
             "spoil": lambda: lease.faults.plant("release", OSError("the pool is gone")),
         }
         if name in calls:
@@ -65,31 +68,43 @@ class Walk:
         elif name in {"grant", "refuse"}:
             if not lease.granted:
                 getattr(lease, name)()
-        elif (self.ticket, 1) in pull.open:
+        elif (self.ticket, 1) in self.backend.open:
             self.answer(name)
+
+    def fence(self) -> None:
+        holder, binding = self.bench.holder, self.lease.direction.name
+        if self.stages[-1] in {Stage.SUBMITTED, Stage.RETAINED}:  # isolated earlier, it would never be submitted
+            holder.isolate({"READ": "serve", "WRITE": "pull"}[binding], "peer", "silent")
+        holder.fence(self.ticket, "silent")
 
     def answer(self, name: str) -> None:
         rows = (True,) * self.lease.rows
         if name == "deliver":
-            self.bench.pull.answer(self.ticket, Delivered(rows, 1), None)
+            self.backend.answer(self.ticket, Delivered(rows, 1), None)
         elif name == "fail":
-            self.bench.pull.fail(self.ticket, evidence=Evidence.COMPLETED)
+            self.backend.fail(self.ticket, evidence=Evidence.COMPLETED)
         elif name in {"end", "whole"}:
-            self.bench.pull.answer(self.ticket, Delivered(rows, 1) if name == "whole" else None, Evidence.COMPLETED)
+            self.backend.answer(self.ticket, Delivered(rows, 1) if name == "whole" else None, Evidence.COMPLETED)
 
 
 def test_a_lease_moves_as_the_table_says_and_every_move_of_it_happens() -> None:
-    # contract 1, 43
+    # contract 1, 43; P5
     seen: set[tuple[Stage, Stage]] = set()
     for seed in range(1_500):
-        moves = Walk(seed).run(60)
+        moves = Walk(seed, reads=False).run(60)
+        assert set(moves) <= LIFE, f"seed {seed}: {moves}"
+        seen.update(moves)
+    fenced = {move for move in LIFE if Stage.FENCED in move}
+    assert seen == LIFE - fenced, "a write is never fenced"
+    for seed in range(1_500):
+        moves = Walk(seed, reads=True).run(60)
         assert set(moves) <= LIFE, f"seed {seed}: {moves}"
         seen.update(moves)
     assert seen == LIFE
 
 
 @pytest.mark.parametrize("end", [Stage.RETURNED, Stage.RETURN_FAILED])
-def test_every_way_to_a_return_leads_through_access_end(end: Stage) -> None:
-    # contract 1
-    assert {before for before, after in LIFE if after is end} == {Stage.ACCESS_ENDED}
+def test_every_way_to_a_return_leads_through_access_end_or_a_fence(end: Stage) -> None:
+    # contract 1; P5
+    assert {before for before, after in LIFE if after is end} == {Stage.ACCESS_ENDED, Stage.FENCED}
     assert not [after for before, after in LIFE if before is end]
