@@ -6,11 +6,12 @@ generation. A grant is bound to one reader key and signed with the lending membe
 """
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Annotated, ClassVar
 
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from kvbus.codec import pack, unpack
 from kvbus.errors import PeerError
@@ -18,7 +19,8 @@ from kvbus.events import from_column
 from kvbus.parts import Count, Epoch, Name, Nonce, Part, ProcessIdentity, Rank, ReaderKey
 
 GRANT_LENGTH_MAX_BYTES = 192 << 10
-"""A grant travels in one answer under the 256 KiB event limit; 12 bytes a page leave room for 15,000 pages."""
+"""A grant travels in one answer under the 256 KiB event limit; 12 bytes a page leave room for 15,000 pages,
+and 20 bytes, with digests, for 9,000."""
 
 
 class UcxAccess(Part):
@@ -33,6 +35,21 @@ class MemoryAccess(Part):
 
     process: ProcessIdentity
     fd: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _must_be_numeric(address: str) -> str:
+    ip_address(address)  # a name would be looked up by the thread that moves pages
+    return address
+
+
+class SocketAccess(Part):
+    """How to reach the lease over plain TCP: numeric addresses to try in order, a port, and the lease's own secret."""
+
+    addresses: tuple[Annotated[str, Field(min_length=2, max_length=64), AfterValidator(_must_be_numeric)], ...] = Field(
+        strict=False, min_length=1, max_length=8
+    )
+    port: Annotated[int, Field(gt=0, lt=2**16)]
+    secret: Annotated[bytes, Field(min_length=32, max_length=32)]
 
 
 class PoolGeometry(Part):
@@ -52,6 +69,13 @@ class Grant(Part):
 
     Row n is the n-th name that the reader asked for; `nonce` is the reader's own, from its question: with it the
     reader, and nobody else, can end the lease.
+
+    `checked` states terms: whoever reads under this grant delivers a page only after it has read all of the page, then
+    its generation, and found there what the grant says (P2). A reader that does not look must refuse such a grant; one
+    that reads declares by it that it looks, and may be fenced (P5). All readers of kvbus look.
+
+    `digests`, where the lender makes them, is a u64 column of what the pages' bytes come to; a reader that compares
+    them delivers no page that differs.
     """
 
     GENERATION_LENGTH_BYTES: ClassVar[int] = 32
@@ -69,6 +93,9 @@ class Grant(Part):
     counters: bytes
     ucx: UcxAccess | None = None
     memory: MemoryAccess | None = None
+    socket: SocketAccess | None = None
+    checked: bool = False
+    digests: bytes | None = None
 
     def page_indexes(self) -> tuple[int, ...]:
         """Return the lent pages' indexes in the lender's pool, row by row."""
@@ -78,10 +105,14 @@ class Grant(Part):
         """Return the generation counters that the lent pages had at hand-over, row by row."""
         return from_column(self.counters, 8)
 
+    def page_digests(self) -> tuple[int, ...]:
+        """Return the lent pages' digests, row by row; none where the lender makes none."""
+        return from_column(self.digests or b"", 8)
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the reader asked for, against which a grant is checked."""
+    """What the reader asked for, against which a grant is checked; `looks`: it compares generations after reading."""
 
     reader: ReaderKey
     lender_instance: str
@@ -89,6 +120,7 @@ class Expected:
     fingerprint: str
     page_bytes: int
     names_asked: int
+    looks: bool = True
 
 
 class LenderKey:
@@ -141,6 +173,8 @@ def refusal(grant: Grant, expected: Expected) -> str | None:
         return f"layout fingerprint is {grant.fingerprint}, expected {expected.fingerprint}"
     if grant.rank != expected.reader.rank:
         return f"the grant is for rank {grant.rank}, asked for rank {expected.reader.rank}"
+    if grant.checked and not expected.looks:
+        return "the grant is for readers that compare generations after reading, which this one does not"
     return _geometry_refusal(grant.pool, expected.page_bytes) or _pages_refusal(grant, expected.names_asked)
 
 
@@ -161,11 +195,13 @@ def _geometry_refusal(pool: PoolGeometry, page_bytes: int) -> str | None:
 
 def _pages_refusal(grant: Grant, names_asked: int) -> str | None:
     try:
-        pages, counters = grant.page_indexes(), grant.page_counters()
+        pages, counters, digests = grant.page_indexes(), grant.page_counters(), grant.page_digests()
     except PeerError as error:
         return str(error)
     if len(pages) != len(counters):
         return f"{len(pages)} pages but {len(counters)} generations"
+    if grant.digests is not None and len(digests) != len(pages):
+        return f"{len(pages)} pages but {len(digests)} digests"
     if not 0 < len(pages) <= names_asked:
         return f"{len(pages)} pages granted, {names_asked} asked for"
     if max(pages) >= grant.pool.page_count:

@@ -72,6 +72,11 @@ def tokens_from_bytes(packed: bytes) -> tuple[int, ...]:
     return tuple(values if not _big_endian() else _swapped(values))
 
 
+def names_from_bytes(packed: bytes) -> tuple[bytes, ...]:
+    """Return the page names that stand one behind the other; of a length that names cannot have, the last is short."""
+    return tuple(packed[at : at + NAME_LENGTH_BYTES] for at in range(0, len(packed), NAME_LENGTH_BYTES))
+
+
 def request_hash(*, model: str, salt: str, source: str, prompt: bytes) -> str:
     """Return the hash that identifies a transfer request before anybody tokenized it (32 hex characters).
 

@@ -6,16 +6,13 @@ carries reports, and a broker that is away delays returns but never causes one.
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Self
 
 from kvbus.config import WorkerSettings
 from kvbus.engines.desk import Hello
@@ -28,6 +25,7 @@ from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.assembly import Base, Parts, assemble
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.local import LocalBackend
+from kvbus.roles.lock import WorkerLock
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import next_epoch, require_alone
@@ -48,37 +46,6 @@ FLUSH_S = 1.0
 """For telling sources that access has ended: they answer in milliseconds, or learn it from our process's end."""
 
 log = logging.getLogger(__name__)
-
-
-class WorkerLock:
-    """Keeps a second worker from starting under the same instance and member on this host."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._path = settings.lock_path
-        self._who = f"{settings.instance}/{settings.member}"
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> Self:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = self._path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            pid = file.read().strip() or "unknown"
-            file.close()
-            raise ConfigError(
-                f"a worker of {self._who} is running already (process {pid}): stop it, or give another --member"
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        self._file = file
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 class TroubleLog:
@@ -135,6 +102,9 @@ class Worker:
                 await parts.intake.listen()
                 await parts.presence.register()
                 tasks["presence"] = self._spawn(parts.presence.run(), "presence")
+                if parts.council is not None:
+                    await parts.council.listen()
+                    tasks["council"] = self._spawn(parts.council.run(), "council")
                 tasks["intake"] = self._spawn(parts.intake.consume(), "intake")
                 tasks["rounds"] = self._spawn(self._rounds(parts), "rounds")
                 self.on_ready(self._ready_text(parts))
@@ -256,7 +226,7 @@ class Worker:
     async def _run_engine(self) -> int:
         settings = self.settings
         command = [sys.executable, "-m", "kvbus.engines.process", "--engine", settings.engine]
-        command += ["--socket", str(settings.socket_path), "--options", json.dumps(dict(settings.engine_options))]
+        command += ["--socket", str(settings.socket_path), "--options", json.dumps(settings.options_for_engine)]
         self._engine = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True
         )
@@ -279,6 +249,8 @@ class Worker:
             for notice in parts.plane.notices():
                 parts.source.released(notice.key, notice.nonce)
         parts.rounds.run()
+        for reader in parts.lending.closed_here():  # their leases have gone back; their keys are closed for good
+            parts.source.released(reader.key, reader.nonce)
         parts.destination.tick()
 
     async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> None:
@@ -306,7 +278,7 @@ class Worker:
             await self._port.close()
         if self.parts is not None:
             await self._shut_holder(self.parts)
-            await self._stop_listening(self.parts)
+            await self._stop_listening(self.parts, tasks)
         if not await base.recorder.flush(STOP_BUDGET_S):
             log.warning("%d bytes of facts did not reach the broker", base.recorder.queued_bytes)
         for task in tasks.values():
@@ -327,11 +299,15 @@ class Worker:
         await _until(ended, STOP_BUDGET_S)
         await parts.asker.flush(FLUSH_S)
 
-    async def _stop_listening(self, parts: Parts) -> None:
+    async def _stop_listening(self, parts: Parts, tasks: dict[str, asyncio.Task[None]]) -> None:
         """The forced close may have ended the last reads: tell their sources too, then leave the bus."""
         await parts.asker.flush(FLUSH_S)
         await parts.asker.close()
         await parts.intake.close()
+        if parts.council is not None and parts.sharing is not None:  # until here it heard how its transfers end
+            tasks["council"].cancel()
+            await parts.council.close()
+            await parts.sharing.close()
         await parts.source.close()
         await parts.destination.close()
 

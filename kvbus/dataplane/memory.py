@@ -6,6 +6,7 @@ keeps the same promises as the UCX reader, so that tests, and hosts without UCX,
 channel to the lender: the word that its access has ended goes over the bus.
 """
 
+import errno
 import os
 import threading
 import time
@@ -306,6 +307,8 @@ def map_source(offer: MemoryAccess) -> PoolMemory:
         raise
     except (OSError, ValueError, RecursionError) as error:  # a header that only looks like one
         os.close(fd)
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise BackendError(f"this process has no memory to map the lender's pool: {error.strerror}") from error
         raise PeerError(f"the lender's memory holds no pool: {error!r}") from error
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvbus.dataplane.reading import Plan, Segment
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Cancelled, Change, Delivered, Failed, Order, Result, SubmissionRejectedError
+from kvbus.pool.digests import digest_of
 
 ATTEMPTS_MAX = 4096
 """Attempts without evidence yet, of one backend: four seconds of 1,000 transfers a second."""
@@ -19,6 +20,8 @@ PEERS_MAX = 1024
 """Peers that a backend remembers: several times the instances of a large cluster."""
 EPOCHS_MAX = 64
 """Epochs of one peer remembered for isolation: it would have to restart 64 times within one isolation to slip by."""
+BLOCKS_NAMED_MAX = 16
+"""Blocks that one text names; the sentence goes into events, which take 2,000 characters."""
 
 Pair = tuple[int, int]
 """(ticket, attempt): the name of one attempt."""
@@ -102,13 +105,21 @@ class Isolation:
 
     def isolate(self, peer: str) -> None:
         """Refuse that peer from now on, in all epochs in which it was seen; at most PEERS_MAX - 1 peers."""
-        if peer not in self._isolated and len(self._isolated) >= PEERS_MAX - 1:
-            del self._isolated[next(iter(self._isolated))]  # the oldest: its old process is the likeliest to be gone
+        self._make_room(peer)
         self._isolated.setdefault(peer, set()).update(self._seen.get(peer, ()))
+
+    def isolate_epoch(self, peer: str, epoch: int) -> None:
+        """Refuse one process of that peer from now on, and its others as before."""
+        self._make_room(peer)
+        self._isolated.setdefault(peer, set()).add(epoch)
 
     def peers(self) -> tuple[str, ...]:
         """Name the isolated peers."""
         return tuple(self._isolated)
+
+    def _make_room(self, peer: str) -> None:
+        if peer not in self._isolated and len(self._isolated) >= PEERS_MAX - 1:
+            del self._isolated[next(iter(self._isolated))]  # the oldest: its old process is the likeliest to be gone
 
 
 class Pace:
@@ -147,6 +158,7 @@ class Progress:
         self.length_bytes = 0
         self._arrived = [False] * len(order.view.pages)
         self._changed = 0
+        self._differing: list[int] = []
 
     @property
     def pair(self) -> Pair:
@@ -159,10 +171,15 @@ class Progress:
             self.stop = Stop(failure, text)
 
     def verified(self, segment: Segment, unchanged: Sequence[int]) -> None:
-        """Count the rows of a segment that were read whole and whose generation is still the grant's afterwards."""
-        for row in unchanged:
+        """Count the rows of a segment that were read whole and whose generation is still the grant's afterwards.
+
+        Those with other bytes than their digests' are not among them. They are hashed here, on the thread that has just
+        brought them: out of its caches mostly.
+        """
+        whole = self._with_their_bytes(unchanged)
+        for row in whole:
             self._arrived[row] = True
-        self.length_bytes += len(unchanged) * self.plan.local.page_bytes
+        self.length_bytes += len(whole) * self.plan.local.page_bytes
         self._changed += len(segment.rows) - len(unchanged)
 
     def change(self, evidence: Evidence) -> Change:
@@ -171,15 +188,29 @@ class Progress:
         ticket, attempt = self.pair
         return Change(ticket, attempt, result, evidence, text)
 
+    def _with_their_bytes(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the rows whose bytes here are those of the grant's digests: all, where nobody compares."""
+        digests, pages, memory = self.plan.digests, self.plan.local_pages, self.plan.local.memory
+        if not digests or memory is None:
+            return rows
+        differing = [row for row in rows if digest_of(memory.page_bytes(pages[row])) != digests[row]]
+        if not differing:
+            return rows
+        self._differing += differing
+        memory.digests.note_differing(len(differing))
+        wrong = frozenset(differing)
+        return [row for row in rows if row not in wrong]
+
     def _result(self) -> tuple[Result, str]:
         arrived, count = tuple(self._arrived), sum(self._arrived)
         text = self._missing_text(count)
         if self.stop is not None and self.stop.failure is FailureClass.CANCELLED:
             return Cancelled(arrived, self.length_bytes), text
-        failure = self.stop.failure if self.stop else FailureClass.PAGE_CHANGED
+        failure = FailureClass.PAGE_DIFFERS if self._differing else FailureClass.PAGE_CHANGED
+        failure = self.stop.failure if self.stop else failure
         if not count:
             return Failed(failure, text), text
-        if self.stop is None and not self._changed:
+        if self.stop is None and not self._changed and not self._differing:
             failure = FailureClass.NONE
         return Delivered(arrived, self.length_bytes, failure), text
 
@@ -190,6 +221,16 @@ class Progress:
             reasons.append(self.stop.text)
         if self._changed:
             reasons.append(f"{self._changed} pages were rewritten at the source while they were read")
+        if self._differing:
+            reasons.append(self._differing_text())
         if granted < wanted:
             reasons.append(f"the grant covers {granted} of {wanted} pages")
         return f"{count} of {wanted} pages arrived: {'; '.join(reasons)}" if reasons else ""
+
+    def _differing_text(self) -> str:
+        """Name the blocks that differ, as far as a sentence goes, with their pages at the source."""
+        ordinals, pages = self.order.view.ordinals, self.plan.source_pages
+        rows = sorted(self._differing)
+        named = ", ".join(f"block {ordinals[row]} of page {pages[row]}" for row in rows[:BLOCKS_NAMED_MAX])
+        more = f" and {len(rows) - BLOCKS_NAMED_MAX} more" if len(rows) > BLOCKS_NAMED_MAX else ""
+        return f"{len(rows)} pages arrived with other bytes than their digests say: {named}{more}"

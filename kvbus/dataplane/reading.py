@@ -8,13 +8,16 @@ and merged where both sides are contiguous.
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import sub
 from typing import NamedTuple
 
 from kvbus.grants import Expected, Grant, refusal
 from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.types import Direction, Order, SubmissionRejectedError
+from kvbus.parts import ProcessIdentity
+from kvbus.pool.digests import DigestMode
 from kvbus.pool.generations import RECORD_BYTES
 from kvbus.pool.memory import PoolMemory
 
@@ -37,15 +40,19 @@ _ALL_ONES = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """The hint of a reading backend's order: the lender's grant, and what was asked for if the caller still has it."""
+    """The hint of a reading backend's order: the lender's grant, what was asked for, and which process lends.
+
+    The last two where the caller still knows them.
+    """
 
     grant: Grant
     expected: Expected | None = None
+    lender: ProcessIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
-    """Where pages land: the destination's own pool, in bytes from `address`."""
+    """Where pages land: the destination's own pool, in bytes from `address`; digests need its `memory`."""
 
     fingerprint: str
     address: int
@@ -54,6 +61,7 @@ class LocalPool:
     page_stride: int
     page_bytes: int
     page_count: int
+    memory: PoolMemory | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, memory: PoolMemory) -> "LocalPool":
@@ -66,6 +74,7 @@ class LocalPool:
             page_stride=memory.page_stride,
             page_bytes=memory.layout.page_bytes,
             page_count=memory.page_count,
+            memory=memory,
         )
 
 
@@ -113,6 +122,12 @@ def record_of(epoch: int, counter: int) -> bytes:
     return _RECORD.pack(epoch, counter, epoch ^ _ALL_ONES, counter ^ _ALL_ONES)
 
 
+def _records_of(epoch: int, counters: list[int]) -> tuple[bytes, ...]:
+    """Return the record of each counter; pages of one age share theirs, so that few are made."""
+    made = {counter: record_of(epoch, counter) for counter in set(counters)}
+    return tuple(made[counter] for counter in counters)
+
+
 def verify(record: bytes | memoryview, epoch: int, counter: int) -> bool:
     """Tell whether a generation record says exactly what the grant says; a torn one never does (P2)."""
     return record == record_of(epoch, counter)
@@ -128,7 +143,10 @@ def limits_for(rate_limit_bytes_s: float | None) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked order: row n of the view comes from page `source_pages[n]`; rows beyond the grant do not arrive."""
+    """A checked order: row n of the view comes from page `source_pages[n]`; rows beyond the grant do not arrive.
+
+    `digests` are those to be found after reading, where the grant has them and this pool's owner wants them compared.
+    """
 
     grant: Grant
     local: LocalPool
@@ -136,6 +154,7 @@ class Plan:
     counters: tuple[int, ...]
     local_pages: tuple[int, ...]
     rows_wanted: int
+    digests: tuple[int, ...] = ()
 
     def segments(self, limits: Limits) -> Iterator[Segment]:
         """Yield the segments in prompt order, made when they are needed: a large order costs its submitter little."""
@@ -152,7 +171,7 @@ class Plan:
             runs=tuple(self._runs(order, limits.run_bytes)),
             spans=spans,
             records=records,
-            expected=tuple(record_of(self.grant.lender_epoch, self.counters[row]) for row in order),
+            expected=_records_of(self.grant.lender_epoch, [self.counters[row] for row in order]),
         )
 
     def _runs(self, rows: tuple[int, ...], run_bytes_max: int) -> Iterator[Run]:
@@ -194,22 +213,30 @@ def plan(order: Order, local: LocalPool, transport: str) -> Plan:
     if text is not None:
         raise _refused(text)
     pages = grant.page_indexes()
-    return Plan(grant, local, pages, grant.page_counters(), view.pages[: len(pages)], len(view.pages))
+    compares = local.memory is not None and local.memory.digests.mode is not DigestMode.OFF
+    digests = grant.page_digests() if compares else ()
+    return Plan(grant, local, pages, grant.page_counters(), view.pages[: len(pages)], len(view.pages), digests)
 
 
 def _grant_refusal(hint: ReadOrder, order: Order, local: LocalPool) -> str | None:
     grant, rows = hint.grant, len(order.view.pages)
     if grant.rank != order.view.rank:
         return f"the grant is for rank {grant.rank}, the lease for rank {order.view.rank}"
-    alone = Expected(
-        reader=grant.reader,
-        lender_instance=grant.lender_instance,
-        lender_epoch=grant.lender_epoch,
-        fingerprint=local.fingerprint,
-        page_bytes=local.page_bytes,
-        names_asked=rows,
-    )
-    return (refusal(grant, hint.expected) if hint.expected else None) or refusal(grant, alone)
+    asked = hint.expected
+    if asked is None:
+        expected = Expected(
+            reader=grant.reader,
+            lender_instance=grant.lender_instance,
+            lender_epoch=grant.lender_epoch,
+            fingerprint=local.fingerprint,
+            page_bytes=local.page_bytes,
+            names_asked=rows,
+        )
+    elif (asked.fingerprint, asked.page_bytes) != (local.fingerprint, local.page_bytes):
+        return f"pages of layout {asked.fingerprint} were asked for, the registered pool has {local.fingerprint}"
+    else:
+        expected = replace(asked, names_asked=min(asked.names_asked, rows))
+    return refusal(grant, expected)
 
 
 def _local_refusal(order: Order, local: LocalPool) -> str | None:
@@ -234,10 +261,11 @@ def _spans(pages: list[int], table_offset: int) -> tuple[tuple[Run, ...], tuple[
 
     Wide gaps are cut first: first those that cost more than a get, then as many as it takes to fit.
     """
-    cuts = {at for at, (before, page) in enumerate(pairwise(pages), 1) if page - before > SPAN_GAP_RECORDS_MAX}
+    steps = list(map(sub, pages[1:], pages))
+    cuts = {at for at, step in enumerate(steps, 1) if step > SPAN_GAP_RECORDS_MAX}
     over = _covered(pages, cuts) - SCRATCH_BYTES // RECORD_BYTES
     if over > 0:
-        gaps = [(page - before - 1, at) for at, (before, page) in enumerate(pairwise(pages), 1) if at not in cuts]
+        gaps = [(step - 1, at) for at, step in enumerate(steps, 1) if at not in cuts]
         for gap, at in sorted(gaps, reverse=True):
             if over <= 0:
                 break
@@ -250,7 +278,8 @@ def _spans(pages: list[int], table_offset: int) -> tuple[tuple[Run, ...], tuple[
     for first, end in pairwise(bounds):
         length = (pages[end - 1] - pages[first] + 1) * RECORD_BYTES
         spans.append(Run(table_offset + pages[first] * RECORD_BYTES, place, length))
-        records.extend(place + (page - pages[first]) * RECORD_BYTES for page in pages[first:end])
+        shift = place - pages[first] * RECORD_BYTES
+        records += [shift + page * RECORD_BYTES for page in pages[first:end]]
         place += length
     return tuple(spans), tuple(records)
 

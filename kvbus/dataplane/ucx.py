@@ -147,6 +147,10 @@ class UcxReader:
             lanes={link.peer: link.lanes for link in tuple(self._stepped) if link.lanes},
         )
 
+    def lanes(self, peer: str) -> tuple[str, ...]:
+        """Return UCX's own transports to a peer that is connected, such as `tcp/lo` and `cma/memory`; else none."""
+        return next((link.lanes for link in tuple(self._stepped) if link.peer == peer and link.lanes), ())
+
     # ------------------------------------------------------------------------------------------ on the UCX thread
 
     def step(self, now: float) -> float | None:
@@ -189,8 +193,12 @@ class UcxReader:
         if known is not None and not known.closing:
             return known
         self._make_room()
-        endpoint = ucp.Endpoint.open(self._plane.worker, address)
         memory, place, handle = self._plane.map_scratch(Scratch.length_bytes())
+        try:
+            endpoint = ucp.Endpoint.open(self._plane.worker, address)
+        except (BackendError, ValueError, TypeError):
+            self._plane.unmap_scratch(handle)
+            raise
         link = Link(
             peer,
             endpoint,

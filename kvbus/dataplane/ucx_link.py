@@ -5,6 +5,7 @@ robin, within a window. A link that fails, or is broken on purpose, is closed by
 request is terminal, never earlier: that is the evidence.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ POSTS_A_STEP_MAX = 64
 """At 4 µs a post, other peers and progress get their turn after a quarter of a millisecond."""
 NOTICES_UNDER_WAY_MAX = 1024
 """Beyond that the peer does not take messages; the bus repeats each notice anyway."""
+
+log = logging.getLogger(__name__)
 
 POST_ERRORS = (BackendError, ValueError, TypeError)
 """What the binding raises before a call reaches UCX; a peer's grant may lead there, and only its attempt ends by it."""
@@ -183,6 +186,7 @@ class Link:
             freed += get.length_bytes
             if not self._is_up and status == ucp.OK:
                 self._is_up, self.lanes = True, tuple(self._endpoint.lanes())
+                log.info("reads from %s go over %s", self.peer, ", ".join(self.lanes))
             get.reading.get_ended(get, is_whole=status == ucp.OK)
         self._bytes_in_flight -= freed
         self._counters.length_bytes += freed

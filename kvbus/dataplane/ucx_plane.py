@@ -227,8 +227,14 @@ class UcxPlane:
         return self._worker
 
     def map_scratch(self, length_bytes: int) -> tuple[mmap.mmap, int, ucp.MemoryHandle]:
-        """Return fresh memory that nobody is given the key of: the memory, its address, and UCX's handle."""
-        memory = mmap.mmap(-1, length_bytes)
+        """Return fresh memory that nobody is given the key of: the memory, its address, and UCX's handle.
+
+        BackendError where the host has none: one connection fails then, and this thread goes on for all others.
+        """
+        try:
+            memory = mmap.mmap(-1, length_bytes)
+        except OSError as error:
+            raise BackendError(f"no memory for a connection ({length_bytes} bytes): {error.strerror}") from error
         address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         return memory, address, self._context.map(address, length_bytes)
 

@@ -87,14 +87,15 @@ class Asker:
         on_computing: Callable[[], None],
     ) -> Granted | NotGranted:
         """Ask until the source grants, refuses, or the deadline passes; then check the grant before anything moves."""
-        subject = self._topics.command(source.instance, Command.LEASE)
+        subject = self._topics.command(source.instance, Command.LEASE, source.member)
         while (left_s := deadline - self._clock()) > 0:
             question = asked.model_copy(update={"budget_s": max(0.001, left_s), "wait_s": min(asked.wait_s, left_s)})
             asked_at = self._clock()
             answer = await self._request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
             if isinstance(answer, NoAnswer):
                 if answer.reason == "nobody_listens":
-                    return NotGranted(FailureClass.PEER_LOST, f"nobody answers for {source.instance}: it has gone")
+                    whom = f"{source.instance}/{source.member}"
+                    return NotGranted(FailureClass.PEER_LOST, f"nobody answers for {whom}: it has gone")
                 continue
             if answer.status == "granted":
                 return self._checked(answer, asked, source, page_bytes)
@@ -167,7 +168,7 @@ class Asker:
         return Granted(grant, expected, source)
 
     async def _release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
-        subject = self._topics.command(source.instance, Command.LEASE)
+        subject = self._topics.command(source.instance, Command.LEASE, source.member)
         body = LeaseReleased(key=key, nonce=nonce)
         pause_s = self._pause_s
         while True:

@@ -5,23 +5,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvbus.config import WorkerSettings
+from kvbus.dataplane.choosing import ChoosingReader
 from kvbus.dataplane.lending import LendingBackend
-from kvbus.dataplane.memory import MemoryReader
-from kvbus.dataplane.ucx import UcxReader, UcxReaderSettings
+from kvbus.dataplane.socket_lending import ServedLending
 from kvbus.dataplane.ucx_plane import UcxPlane
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
+from kvbus.errors import ConfigError
 from kvbus.events import HeartbeatSeen, InstanceRecord
-from kvbus.grants import LenderKey, MemoryAccess
+from kvbus.grants import LenderKey
 from kvbus.ledger.admission import AdmissionGate
 from kvbus.ledger.agreement import Agreement
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.holder import LeaseHolder
+from kvbus.ledger.holding import HoldingCost, holding_cost
 from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Backend, Containment, Direction
+from kvbus.pool.digests import DigestMode
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.asking import Asker
+from kvbus.roles.council import InstanceCouncil, Place
+from kvbus.roles.counting import (
+    Counters,
+    council_counters,
+    digest_counters,
+    holder_counters,
+    holding_counters,
+    page_counters,
+    way_counters,
+)
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.destination import Destination
 from kvbus.roles.intake import Intake
@@ -33,7 +46,9 @@ from kvbus.roles.registry import Presence
 from kvbus.roles.results import Results
 from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
+from kvbus.roles.sharing import Sharing
 from kvbus.roles.source import LenderName, PoolAccess, Source
+from kvbus.roles.transports import DataPlane, open_data_plane
 from kvbus.topics import Topics
 from kvbus.transport import Bus
 from kvbus.version import VERSION
@@ -64,78 +79,80 @@ class Parts:
     pool: PoolSide
     rounds: Rounds
     plane: UcxPlane | None
-    lending: LendingBackend
+    reader: ChoosingReader
+    lending: ServedLending
     source: Source
     destination: Destination
     asker: Asker
     gate: AdmissionGate
     intake: Intake
     presence: Presence
+    council: InstanceCouncil | None = None
+    """The agreement with this instance's other members, where there are any."""
+    sharing: Sharing | None = None
 
     def counters(self) -> Mapping[str, int | float | str]:
         """Return what is worth counting, by name."""
-        holder, admission = self.rounds.holder.statistics(), self.gate.statistics()
-        pages = self.pool.allocator.statistics()
-        counters: dict[str, int | float | str] = {
-            "leases_taken": holder.taken,
-            "leases_returned": holder.returned,
-            "leases_held": holder.held,
-            "leases_retained": holder.retained,
+        now, holder = time.monotonic(), self.rounds.holder
+        counters: Counters = {
             "transfers_running": self.destination.running,
             "releases_unconfirmed": self.asker.unconfirmed,
             "rounds": self.rounds.statistics.rounds,
-            "pages": self.pool.memory.page_count,
-            "pages_free": pages.free,
-            "pages_cached": pages.cached,
-            "pages_writing": pages.writing,
-            "pages_quarantined": pages.quarantined,
             "requests": self.intake.statistics.requests,
             "messages_malformed": self.intake.statistics.malformed,
             "messages_misplaced": self.intake.statistics.misplaced,
         }
+        counters |= holder_counters(holder.statistics(), lenders=(self.pool.lender.name,), now=now)
+        counters |= page_counters(self.pool.allocator.statistics()) | digest_counters(self.pool.memory.digests)
+        counters |= way_counters(self.reader.statistics())
+        counters |= holding_counters(holding_of(self.rounds, self.pool), holder.blocking(), now=now)
+        counters |= self.destination.results.totals.counters()
+        admission = self.gate.statistics()
         for name in ("fired", "settled", "failed", "deduped", "skipped_busy", "refused", "inflight"):
             counters[name] = getattr(admission, name)
-        for binding in holder.bindings:
-            counters[f"{binding.name}_submissions"] = binding.submissions
-            counters[f"{binding.name}_deliveries"] = binding.deliveries
-            counters[f"{binding.name}_retained"] = binding.retained
+        if self.council is not None:
+            counters |= council_counters(self.council)
         return counters
+
+
+def holding_of(rounds: Rounds, pool: PoolSide) -> HoldingCost:
+    """Return what is held without being of use, at the holder and in the pool."""
+    pages = pool.allocator.statistics()
+    return holding_cost(rounds.holder.statistics(), quarantined=pages.quarantined, bound=pages.bound)
 
 
 def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, hello: Hello) -> Parts:
     """Build everything that needs the pool. Raises ConfigError where the pool or the data plane cannot be made."""
     settings = base.settings
+    _require_own_rank(settings, layout)
     tokens_max = min(hello.tokens_max, settings.prompt_tokens_max)
     pool = PoolSide.create(
-        layout, pages=settings.pages, tokens_max=tokens_max, vocab_size=hello.vocab_size, epoch=base.epoch
+        layout,
+        pages=settings.pages,
+        tokens_max=tokens_max,
+        vocab_size=hello.vocab_size,
+        epoch=base.epoch,
+        digests=DigestMode(settings.digests),
     )
-    lending = LendingBackend(wake=base.wake)
-    plane, reader, access = _data_plane(base, pool)
-    rounds = _rounds(base, pool, lending, reader)
+    moving = open_data_plane(settings, pool, base.wake)
+    lending, access = moving.lending, moving.access
+    rounds = _rounds(base, pool, lending, moving.reader)
     key = LenderKey.generate()
-    source = Source(
-        name=LenderName(settings.instance, settings.member, base.epoch),
-        pool=pool,
-        access=access,
-        rounds=rounds,
-        lending=lending,
-        key=key,
-        book=LendBook(entries_max=READERS_MAX),
-        prefiller=Prefiller(port=port, desk=desk),
-        recorder=base.recorder,
-        watch=base.watch,
-        clock=time.monotonic,
-    )
-    asker, gate, destination = _destination(base, port, pool, rounds)
+    source = _source(base, pool, access, rounds, lending, key=key, prefiller=Prefiller(port=port, desk=desk))
+    council = _council(base, rounds)
+    asker, gate, destination = _destination(base, port, pool, rounds, council, moving=moving)
     rounds.follow(destination)
+    desk.follow_forgetting(gate.forget_settled)
     intake = Intake(
         bus=base.bus,
         topics=base.topics,
         instance=settings.instance,
+        member=settings.member,
         destination=destination,
         source=source,
         recorder=base.recorder,
         counters=lambda: parts.counters(),  # noqa: PLW0108 - parts exists only after this
+        leads=council,
     )
     presence = Presence(
         bus=base.bus,
@@ -146,8 +163,86 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         record=_record(pool, hello, key, access),
         load=lambda: _load(parts, base.recorder),
     )
-    parts = Parts(pool, rounds, plane, lending, source, destination, asker, gate, intake, presence)
+    parts = Parts(
+        pool=pool,
+        rounds=rounds,
+        plane=moving.plane,
+        reader=moving.reader,
+        lending=lending,
+        source=source,
+        destination=destination,
+        asker=asker,
+        gate=gate,
+        intake=intake,
+        presence=presence,
+        council=council,
+        sharing=_sharing(base, council, destination) if council is not None else None,
+    )
     return parts
+
+
+def _require_own_rank(settings: WorkerSettings, layout: PageLayout) -> None:
+    """Raise ConfigError where the engine's pages are those of another rank than this member is to serve."""
+    rank, ranks = settings.ranks[settings.member], len(settings.ranks)
+    if (layout.rank, layout.ranks) != (rank, ranks):
+        raise ConfigError(
+            f"the engine has the pages of rank {layout.rank} of {layout.ranks}, and {settings.instance}/"
+            f"{settings.member} serves rank {rank} of {ranks}: its place among the members {', '.join(settings.ranks)}"
+        )
+
+
+def _council(base: Base, rounds: Rounds) -> InstanceCouncil | None:
+    settings = base.settings
+    if len(settings.ranks) == 1:
+        return None
+    rounds.group = council = InstanceCouncil(
+        place=Place(settings.instance, settings.member, base.epoch, settings.ranks),
+        bus=base.bus,
+        topics=base.topics,
+        recorder=base.recorder,
+        holder=rounds.holder,
+        run_rounds=rounds.run,
+        clock=time.monotonic,
+    )
+    return council
+
+
+def _sharing(base: Base, council: InstanceCouncil, destination: Destination) -> Sharing:
+    council.carrier = sharing = Sharing(
+        bus=base.bus,
+        topics=base.topics,
+        recorder=base.recorder,
+        instance=base.settings.instance,
+        council=council,
+        destination=destination,
+        clock=time.monotonic,
+    )
+    return sharing
+
+
+def _source(
+    base: Base,
+    pool: PoolSide,
+    access: PoolAccess,
+    rounds: Rounds,
+    lending: LendingBackend,
+    *,
+    key: LenderKey,
+    prefiller: Prefiller,
+) -> Source:
+    return Source(
+        name=LenderName(base.settings.instance, base.settings.member, base.epoch),
+        pool=pool,
+        access=access,
+        rounds=rounds,
+        lending=lending,
+        key=key,
+        book=LendBook(entries_max=READERS_MAX),
+        prefiller=prefiller,
+        recorder=base.recorder,
+        watch=base.watch,
+        clock=time.monotonic,
+    )
 
 
 def _rounds(base: Base, pool: PoolSide, lending: LendingBackend, reader: Backend) -> Rounds:
@@ -170,7 +265,13 @@ def _rounds(base: Base, pool: PoolSide, lending: LendingBackend, reader: Backend
 
 
 def _destination(
-    base: Base, port: EnginePort, pool: PoolSide, rounds: Rounds
+    base: Base,
+    port: EnginePort,
+    pool: PoolSide,
+    rounds: Rounds,
+    council: InstanceCouncil | None,
+    *,
+    moving: DataPlane,
 ) -> tuple[Asker, AdmissionGate, Destination]:
     limits = base.settings.limits
     asker = Asker(
@@ -186,9 +287,11 @@ def _destination(
         inflight_max=limits.inflight_max,
         dedup_ttl_s=limits.dedup_ttl_s,
         entries_max=limits.dedup_entries_max,
+        holding=lambda: holding_of(rounds, pool),
+        pages_kept_max=pool.lent_cap_pages,  # with that many out of use the pool refuses every lease for a peer
     )
     destination = Destination(
-        side=_reader_side(base, pool, rounds, asker),
+        side=_reader_side(base, pool, rounds, asker, council, moving=moving),
         gate=gate,
         results=Results(bus=base.bus, topics=base.topics, recorder=base.recorder),
         bus=base.bus,
@@ -198,24 +301,15 @@ def _destination(
     return asker, gate, destination
 
 
-def _data_plane(base: Base, pool: PoolSide) -> tuple[UcxPlane | None, Backend, PoolAccess]:
-    settings = base.settings
-    rate_limit_bytes_s = settings.rate_limit_bytes_s or None
-    pool.memory.export()  # from here on it stays mapped: engines, peers and grants know its place
-    memory_access = MemoryAccess(process=identity(), fd=pool.memory.fd)
-    if settings.backend == "memory":
-        memory_reader = MemoryReader(wake=base.wake, rate_limit_bytes_s=rate_limit_bytes_s)
-        memory_reader.register(pool.memory, pool.layout.rank)
-        memory_reader.start()
-        return None, memory_reader, PoolAccess(ucx=None, memory=memory_access)
-    plane = UcxPlane(wake=base.wake, settings={"NET_DEVICES": settings.network_devices})
-    plane.start()
-    ucx_access = plane.register(pool.memory, pool.layout.rank)
-    ucx_reader = UcxReader(plane, wake=base.wake, settings=UcxReaderSettings(rate_limit_bytes_s=rate_limit_bytes_s))
-    return plane, ucx_reader, PoolAccess(ucx=ucx_access, memory=memory_access)
-
-
-def _reader_side(base: Base, pool: PoolSide, rounds: Rounds, asker: Asker) -> ReaderSide:
+def _reader_side(
+    base: Base,
+    pool: PoolSide,
+    rounds: Rounds,
+    asker: Asker,
+    council: InstanceCouncil | None,
+    *,
+    moving: DataPlane,
+) -> ReaderSide:
     settings = base.settings
     return ReaderSide(
         instance=settings.instance,
@@ -223,18 +317,19 @@ def _reader_side(base: Base, pool: PoolSide, rounds: Rounds, asker: Asker) -> Re
         epoch=base.epoch,
         process=identity(),
         binding=settings.backend,
-        transports=(settings.backend,),
+        transports=moving.transports,
         pool=pool,
         rounds=rounds,
         asker=asker,
         recorder=base.recorder,
         lend_wait_s=settings.limits.lend_wait_s,
+        ways=moving.reader.ways,
         clock=time.monotonic,
+        group=council,
     )
 
 
 def _record(pool: PoolSide, hello: Hello, key: LenderKey, access: PoolAccess) -> InstanceRecord:
-    transports = tuple(name for name in ("ucx", "memory") if getattr(access, name) is not None)
     return InstanceRecord(
         verify_key=key.verify_key,
         fingerprint=pool.layout.fingerprint(),
@@ -245,13 +340,14 @@ def _record(pool: PoolSide, hello: Hello, key: LenderKey, access: PoolAccess) ->
         page_bytes=pool.layout.page_bytes,
         pages=pool.memory.page_count,
         process=identity(),
-        transports=transports,
+        transports=access.names(),
         version=VERSION,
     )
 
 
 def _load(parts: Parts, recorder: Recorder) -> HeartbeatSeen:
     pages = parts.pool.allocator.statistics()
+    settle_term, settle_n = (0, parts.rounds.agreement.head) if parts.council is None else parts.council.book.place
     return HeartbeatSeen(
         transfers_running=parts.destination.running,
         leases_held=parts.rounds.holder.statistics().held,
@@ -259,5 +355,6 @@ def _load(parts: Parts, recorder: Recorder) -> HeartbeatSeen:
         pages_cached=pages.cached,
         pages_lent=parts.pool.allocator.claimed,
         facts_sequence=recorder.stored_sequence,
-        settle_n=parts.rounds.agreement.head,
+        settle_term=settle_term,
+        settle_n=settle_n,
     )

@@ -5,6 +5,7 @@ write lease for the pages that it fills. So facts, audit and shutdown know of it
 the evidence that its process has ended.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from kvbus.roles.local import LocalBackend
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.rounds import Rounds
 
+log = logging.getLogger(__name__)
+
 ENGINE_PEER = "engine"
 READ_MODE = SubmitMode("engine-read", Direction.READ)
 WRITE_MODE = SubmitMode("engine-write", Direction.WRITE)
@@ -28,13 +31,18 @@ HANDLES_MAX = 1_024
 
 @dataclass(slots=True)
 class _Handle:
-    """One prompt that the engine works on: its names, the lease on its cached prefix, the pins of what it stored."""
+    """One prompt that the engine works on: its names, the lease on its cached prefix, the pins of what it stored.
+
+    `forgotten`: all names were forgotten since, so what is computed from its prefix has no name.
+    """
 
     names: tuple[bytes, ...]
+    salt: str
     read_ticket: int
     pins: PinSet
     writes: set[int] = field(default_factory=set)
     engines: bool = True
+    forgotten: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class PoolDesk:
         self._clock = clock
         self._counters = counters
         self._pool: PoolSide | None = None
+        self._on_forget: Callable[[], None] | None = None
         self._handles: dict[int, _Handle] = {}
         self._writes: dict[int, _Write] = {}
         self._next_id = 1
@@ -102,8 +111,24 @@ class PoolDesk:
         rounds.run()
         view = rounds.holder.view(ticket)
         handle = self._new_id()
-        self._handles[handle] = _Handle(names, ticket, pool.lender.pin_set(for_peer=False))
-        return Matched(handle, view.pages if view else ())
+        self._handles[handle] = _Handle(names, salt, ticket, pool.lender.pin_set(for_peer=False))
+        pages = view.pages if view else ()
+        return Matched(handle, pages, pool.memory.digests.of(pages))
+
+    def spoiled(self, handle: int, block: int) -> None:
+        """Take a page out of use whose bytes are not those of its digest any more, under an unchanged generation.
+
+        Whoever wrote it may write it again, so it stays in quarantine; who reads it goes on, and no reader that
+        compares digests delivers it. The engine computes what was there, and stores it in another page.
+        """
+        held, pool = self._handle(handle), self._ready()
+        view = self._rounds().holder.view(held.read_ticket)
+        if view is None or block >= len(view.pages):
+            raise PeerError("no page of this block was matched", handle=handle, block=block)
+        page = view.pages[block]
+        if pool.lender.quarantine((page,)):
+            pool.memory.digests.spoiled += 1
+            log.warning("page %d changed after it was sealed: it is out of use, see pages_spoiled", page)
 
     def alloc(self, handle: int, first_block: int, count: int) -> Allocated | Refusal:
         """Lend the engine free pages to fill, for as many of the blocks as there is room; their generations are odd."""
@@ -111,12 +136,14 @@ class PoolDesk:
         if count < 1 or first_block < 0 or first_block + count > len(held.names):
             blocks = len(held.names)
             raise PeerError("blocks lie outside the prompt", first_block=first_block, count=count, blocks=blocks)
+        if held.forgotten:
+            return Refusal("all names were forgotten since this prompt was matched: release it, and match again")
         pool, rounds = self._ready(), self._rounds()
-        room = min(count, pool.allocator.available)
+        room = min(count, pool.lender.room(held.salt))
         if room < 1:
             return Refusal(f"no page is free: all {pool.memory.page_count} are lent or pinned; try again later")
         names, ordinals = held.names[first_block : first_block + room], range(first_block, first_block + room)
-        lease = pool.lender.lend_write(names, ordinals, pins=held.pins, for_peer=False)
+        lease = pool.lender.lend_write(names, ordinals, pins=held.pins, for_peer=False, salt=held.salt)
         ticket = rounds.holder.take(lease, WRITE_MODE, ENGINE_PEER, now=self._clock(), peer=ENGINE_PEER)
         rounds.run()
         view = rounds.holder.view(ticket)
@@ -142,6 +169,22 @@ class PoolDesk:
             raise PeerError("end the handle's writes first", handle=handle, writes=len(held.writes))
         self._drop(handle)
         self._rounds().run()
+
+    def forget(self) -> int:
+        """Forget all names, since the same ones will stand for other content from now on; return how many those were.
+
+        Who reads goes on. What the engine has matched it may use up, but stores nothing that it computes from it.
+        """
+        pool = self._ready()
+        for held in self._handles.values():
+            held.forgotten = True
+        if self._on_forget is not None:
+            self._on_forget()
+        return pool.lender.forget_names()
+
+    def follow_forgetting(self, on_forget: Callable[[], None]) -> None:
+        """Have the one who remembers what was brought here hear of it when all names are forgotten."""
+        self._on_forget = on_forget
 
     def hand_over(self, handle: int) -> None:
         """The handle is the worker's from now on."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbus.errors import BusError
 from kvbus.events import (
@@ -23,7 +23,7 @@ from kvbus.events import (
     SettleVoided,
     TransferOpened,
     column,
-    encode,
+    encode_fields,
 )
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import AttemptRow, FactDetail, GrantedRow, LeaseFacts, OutcomeRow
@@ -46,8 +46,7 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
+class _Outgoing(NamedTuple):
     subject: str
     data: bytes
     message_id: str
@@ -67,6 +66,8 @@ class Recorder:
         self._epoch = epoch
         self._unix_ns = unix_ns
         self._sequence = 0
+        self._shared: dict[str, object] = Header(k="any", i=instance, m=member, e=epoch, s=0, t=0).model_dump()
+        self._speaker = f"{instance}.{member}.{epoch}"
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._filled = asyncio.Event()
@@ -175,8 +176,7 @@ class Recorder:
             return
 
     def _put(self, subject: str, body: Body, cause: str) -> None:
-        header = self.header(body.KIND, cause)
-        data = encode(header, body)
+        sequence, data = self._encoded(body, cause)
         if len(data) > EVENT_LENGTH_MAX_BYTES - HEADERS_BYTES:  # the stream would refuse it each time (never seen)
             self.dropped += 1
             log.error("a %s event of %d bytes is too long for its stream: it is not recorded", body.KIND, len(data))
@@ -186,10 +186,16 @@ class Recorder:
             if self.dropped == 1:
                 log.error("the outbox is full (%d bytes): facts are being lost", self._queued_bytes)
             return
-        self._queue.append(_Outgoing(subject, data, header.event_id, header.s))
+        self._queue.append(_Outgoing(subject, data, f"{self._speaker}.{sequence}", sequence))
         self._queued_bytes += len(data)
         self._filled.set()
         self._emptied.clear()
+
+    def _encoded(self, body: Body, cause: str) -> tuple[int, bytes]:
+        """Return the next sequence and its event; what all headers of this member share was checked once."""
+        self._sequence += 1
+        changed = {"k": body.KIND, "s": self._sequence, "t": self._unix_ns(), "c": cause}
+        return self._sequence, encode_fields({**self._shared, **changed}, body)
 
 
 def _detail_row(detail: FactDetail) -> FactDetailRow:

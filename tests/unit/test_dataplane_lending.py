@@ -200,3 +200,55 @@ async def test_a_killed_reader_is_proved_dead_by_its_pidfd(lent: Lent) -> None: 
     (change,) = lent.backend.changes()
     assert change.evidence is Evidence.PROCESS_DEAD
     watch.close()
+
+
+def checked_order(ticket: int = 1, *, epoch: int = 7, checked: bool = True) -> Order:
+    key = key_of(f"t{ticket}", epoch=epoch)
+    return order_for(key, ticket=ticket, hint=Reader(key, NONCE, checked=checked))
+
+
+def test_a_reader_may_be_fenced_only_if_it_looks_and_is_isolated_in_its_epoch(lent: Lent) -> None:
+    # P5, P16
+    backend = lent.backend
+    for ticket, epoch, checked in ((1, 7, True), (2, 7, False), (3, 8, True)):
+        backend.submit(checked_order(ticket, epoch=epoch, checked=checked))
+    assert "not isolated in epoch 7" in backend.fence_refusal(1, 1)
+    backend.isolate_epoch("B", 7)
+    assert backend.fence_refusal(1, 1) == ""
+    assert "on the terms that it looks" in backend.fence_refusal(2, 1)
+    assert "not isolated in epoch 8" in backend.fence_refusal(3, 1)
+    assert backend.fence_refusal(1, 2) == backend.fence_refusal(9, 1) == "nothing is lent under it"
+    with pytest.raises(SubmissionRejectedError):
+        backend.submit(checked_order(4, epoch=7))
+    backend.submit(checked_order(5, epoch=9))
+    assert backend.changes() == []
+
+
+def test_a_fenced_reader_stays_known_until_it_speaks_or_dies_and_changes_nothing_then(lent: Lent) -> None:
+    # P5, P4, contract 48, 50
+    backend = lent.backend
+    for ticket in (1, 2):
+        backend.submit(checked_order(ticket))
+    backend.isolate_epoch("B", 7)
+    for ticket in (1, 2):
+        backend.fenced(ticket, 1)
+    backend.fenced(2, 1)  # again, and of one that is unknown: nothing
+    assert backend.statistics().fenced == 2
+    assert backend.shutdown(0.0) == ((1, 1), (2, 1))
+    assert not backend.acknowledge(key_of("t1"), b"another's nonce!")
+    assert backend.acknowledge(key_of("t1"), NONCE)
+    assert backend.acknowledge(key_of("t1"), NONCE), "a repeat"
+    assert backend.reader_died("B", "m0", 7) == 0
+    assert backend.statistics().fenced == 0
+    assert backend.shutdown(0.0) == ()
+    assert backend.changes() == [], "the holder has heard of their end before"
+
+
+def test_fenced_readers_count_toward_the_bound_of_what_is_lent(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
+    # contract 50
+    monkeypatch.setattr(lending, "LENT_MAX", 1)
+    lent.backend.submit(checked_order(1))
+    lent.backend.isolate_epoch("B", 7)
+    lent.backend.fenced(1, 1)
+    with pytest.raises(SubmissionRejectedError, match="1 leases are lent"):
+        lent.backend.submit(checked_order(2, epoch=8))
