@@ -1,0 +1,150 @@
+"""`kvbus doctor` beside a running `kvbus up`, as a person runs it, and which way a transfer says that it took."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.absent import absent
+from tests.flow.command_line import Up, environment, kvbus, start_up, up
+from tests.flow.town import FAST, as_text, children, prompt
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Up]:
+    """Two instances that read by UCX."""
+    with up(folder, "--transport", "ucx") as one:
+        yield one
+
+
+def checks_of(ran: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(ran.stdout)["checks"]}
+
+
+def worker_pid(running: Up, instance: str) -> int:
+    """The process of an instance's worker; its command line says which one it is."""
+
+    def is_it(pid: int) -> bool:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        return "--instance" in words and words[words.index("--instance") + 1] == instance
+
+    (pid,) = (pid for pid in children(running.process.pid) if is_it(pid))
+    return pid
+
+
+def stage(running: Up, name: str) -> str:
+    """Stage a prompt of its own, and return the story of its transfer."""
+    ran = kvbus("stage", "--from", "a", "--to", "b", "--json", as_text(prompt(name, 6)), state=running.state)
+    assert ran.returncode == 0, ran.stderr
+    transfer = json.loads(ran.stdout.splitlines()[-1])["transfer"]
+    told: list[str] = []
+
+    def is_whole() -> bool:
+        told[:] = [kvbus("story", transfer, state=running.state).stdout]
+        return "settled: 6/6" in told[0]
+
+    wait_until(is_whole, 30, what="the story is recorded")
+    return " ".join(told[0].split())
+
+
+def test_a_story_says_by_which_way_the_pages_came_and_over_which_lanes(running: Up) -> None:
+    first = stage(running, "first")
+    assert "moving by ucx over cma: same host, 6 pages of 64 KiB" in first
+    assert "moved over tcp/lo, cma/memory" in first
+    second = stage(running, "second")
+    assert "moving by ucx over cma (tcp/lo, cma/memory): same host, 6 pages of 64 KiB" in second
+    assert "moved over" not in second
+
+
+def test_a_doctor_finds_a_running_cluster_well_and_says_which_way_pages_take(running: Up) -> None:
+    stage(running, "third")
+    ran = kvbus("doctor", "--json", state=running.state)
+    assert ran.returncode == 0, ran.stdout
+    checks = checks_of(ran)
+    assert "nats-server" in checks["server"]["found"]
+    assert checks["KVB_FACTS"]["level"] == checks["KV_kvbus_epoch"]["level"] == "ok"
+    assert "offers ucx, memory" in checks["a/m0"]["found"]
+    assert "heartbeat" in checks["a/m0"]["found"]
+    assert "has read by ucx" in checks["b/m0"]["found"]
+    assert "(ucx lanes cma/memory, tcp/lo)" in checks["b/m0"]["found"]
+    assert checks["a → b"]["found"].startswith("pages would come by ucx over cma: same host, 32 pages of 64 KiB")
+    person = kvbus("doctor", state=running.state)
+    assert person.returncode == 0
+    assert "\x1b" not in person.stdout
+    assert [line for line in person.stdout.splitlines() if line in {"python", "broker", "workers"}]
+
+
+def test_a_worker_that_stands_still_is_wrong_and_named_first(running: Up) -> None:
+    pid = worker_pid(running, "b")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ran = kvbus("doctor", "--json", state=running.state)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ran.returncode == 1
+    checks = checks_of(ran)
+    assert (checks["a/m0"]["level"], checks["b/m0"]["level"]) == ("ok", "wrong")
+    assert "no heartbeat" in checks["b/m0"]["found"]
+    assert json.loads(ran.stdout)["first"].startswith("workers, b/m0: ")
+
+
+@contextmanager
+def worker_apart(running: Up) -> Iterator[None]:
+    """An instance b in a pid namespace of its own, as in another container, that takes pages from a."""
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*apart, "true"], check=False, capture_output=True).returncode:
+        absent("this host lets nobody make a pid namespace; run as root, or allow user namespaces")
+    command = [sys.executable, "-m", "kvbus", "worker", "--instance", "b", "--allow", "a", "--json"]
+    command += ["--engine-options", json.dumps(dict(FAST))]  # as the others have it: layouts must be the same
+    process = subprocess.Popen(
+        [*apart, *command, "--run-dir", str(running.state / "run")],
+        env=environment(running.state),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert json.loads(process.stdout.readline())["ready"]
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_reader_in_another_container_takes_the_socket_and_the_doctor_said_so(tmp_path: Path) -> None:
+    with up(tmp_path, "--instances", "a,c") as running, worker_apart(running):
+        checks = checks_of(kvbus("doctor", "--json", state=tmp_path))
+        told = stage(running, "apart")
+    assert checks["b/m0"]["level"] == "ok"
+    assert checks["a → b"]["found"].startswith("pages would come by socket: another container of this host")
+    assert checks["a → c"]["found"].startswith("pages would come by memory: same host")
+    assert "moving by socket: another container of this host, 6 pages of 64 KiB" in told
+    assert "ucx not offered; memory not offered" in told  # neither would lead there
+
+
+def test_a_broker_that_is_gone_is_wrong_with_the_state_file_that_still_names_it(tmp_path: Path) -> None:
+    running = start_up(tmp_path)
+    wait_until(lambda: running.state_file.exists() or running.process.poll() is not None, 60, what="up is ready")
+    left = running.state_file.read_text()
+    assert running.end(signal.SIGINT) == 0
+    running.process.communicate()
+    running.state_file.write_text(left)
+    running.state_file.chmod(0o600)
+    ran = kvbus("doctor", "--json", state=tmp_path)
+    assert ran.returncode == 1
+    checks = checks_of(ran)
+    assert checks["state file"]["level"] == "ok"
+    assert checks["server"]["level"] == "wrong"
+    assert "nothing listens there" in checks["server"]["found"]
