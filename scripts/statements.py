@@ -122,32 +122,19 @@ P26 What is lent, retained and quarantined leaves the engine its longest prompt
 """
 """Number and short form, one a line."""
 
-_ONE_MEMBER = "Proved for the coordinator's book in one process; several members of an instance are not run yet."
-
 OPEN = {
-    "20": "Pools grant or refuse at once, so none of their leases waits; a lender that stages copies is not built.",
-    "21": "Leases belong to transfers here, not to requests of an engine; only the part about readers applies (24).",
-    "22": "No engine lends its own pages in place yet. That lent pages stay where they are is proved under 1 and P9.",
-    "26": "The rule is proved; several ranks are not run yet.",
+    "22": "No engine shrinks or suspends a request here; proved is that pages that a request and peers share stay put.",
     "53": "R13 rules it out: there is no grace period to test. What stands in its place is R12.",
-    "R6": _ONE_MEMBER,
-    "R7": _ONE_MEMBER,
-    "R8": "An instance with one member agrees with itself; several members are not run yet.",
+    "R7": "Members agree over the bus, outside any engine's step; no engine's own collective carries it.",
+    "R8": "Shares are opened, kept and ended by agreed state only; a stopping worker still drains by its own.",
     "R10": "No engine hands over its scheduler's events yet; a destination lends when a transfer is resolved.",
-    "R19": "No scheduler reads it yet: nothing keeps a request from running.",
-    "R20": "Heartbeats carry pages lent and leases held; costs of a request wait for an engine that schedules by them.",
     "R22": "Nothing but kvbus writes into its pools: there is no native path that could meet a transfer.",
-    "R23": "There is no interface within an engine's loop yet that a null implementation could stand behind.",
-    "P5": "Nothing is fenced yet; proved is that time alone fences and frees nothing.",
-    "P10": _ONE_MEMBER,
-    "P12": _ONE_MEMBER,
-    "P13": "One member decides for itself, in process; a coordinator that can be replaced is not built.",
-    "P14": "As P13: there is no record of a term on the bus yet.",
-    "P15": _ONE_MEMBER,
+    "P14": "The record is rewritten on simulated time; a real broker trims a short log here, not a day-old one.",
+    "P15": "Proved with the simulated broker; a real one has not lost its power in the middle of a decision here.",
     "P20": "A worker acknowledges what it took; there is no durable claim beside the queue yet.",
     "P23": "Nothing asks the queue for requests that ran out of deliveries yet.",
     "P24": "The queue bounds its messages in all, not for each destination yet.",
-    "P25": "Heartbeats carry the last decision's number; nobody compares it, and the broker has no permissions yet.",
+    "P25": "A named head makes members read; that only the broker repeats live needs permissions, not set yet.",
 }
 """Statements that cannot be proved here yet, wholly or in part, each with the reason."""
 

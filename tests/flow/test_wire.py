@@ -1,0 +1,77 @@
+"""All that travels over a real broker is what the table of channels says, and all that the table says travels."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvbus.events import LeaseGranted
+from tests.flow.members import MEMBERS, kinds, leader
+from tests.flow.town import OUTCOME_S, PAGE_BYTES, Town, prompt, town
+from tests.flow.wire_tap import tapped
+from tests.waiting import until
+from tests.wire_table import ANSWERED, SENT, Overheard, is_ours
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+BLOCKS = 40
+RATE_BYTES_S = 8 * PAGE_BYTES
+"""Five seconds for a prompt of so many blocks: time to ask for it again, and to cancel it."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def heard(folder: Path) -> AsyncIterator[Overheard]:
+    """What is said from the first worker's start to the last one's rest."""
+    overheard = Overheard()
+    asked: dict[str, tuple[str, str]] = {}
+
+    def hear(subject: str, reply: str, data: bytes) -> None:
+        if is_ours(subject):
+            found = overheard.hear(subject, data)
+            if found is not None and reply and found[0] in {channel for channel, _, _ in ANSWERED}:
+                asked[reply] = found
+        elif subject in asked:
+            overheard.hear_answer(asked[subject], data)
+
+    async with town(folder) as running:
+        async with tapped(running.broker, hear):
+            await running.start_all("a", MEMBERS, backend="memory")
+            await running.start_all("b", MEMBERS, backend="memory", allow=["a"], rate_limit_bytes_s=RATE_BYTES_S)
+            await leader(running)
+            await everything_happens(running)
+            await running.at_rest()
+        yield overheard
+
+
+async def everything_happens(running: Town) -> None:
+    """A transfer that settles, one that is asked for twice and cancelled, one that fails, and a look at counters."""
+    assert (await running.stage(prompt("settles", 2))).outcome == "settled"
+    ids = prompt("is cancelled", BLOCKS)
+    handle = await running.ask(ids)
+    verdict = await handle.verdict(OUTCOME_S)
+    assert verdict.verdict == "accepted"
+
+    async def moving() -> bool:
+        facts = [event.body for event in await running.events("b")]
+        return any(isinstance(body, LeaseGranted) and body.transfer == verdict.transfer for body in facts)
+
+    await until(moving, OUTCOME_S, what="pages are being moved")
+    assert (await running.verdict(ids)).verdict == "deduped"
+    assert await running.publisher.cancel(handle.request_hash, "b")
+    outcome = await handle.outcome(OUTCOME_S)
+    assert outcome is not None
+    assert outcome.outcome == "cancelled"
+    failed = await running.stage(prompt("is not there", 2), on_miss="fail")
+    assert failed.outcome == "failed"
+    assert "void" in await kinds(running, failed.transfer)
+    await running.stats("b")
+
+
+async def test_every_kind_is_sent_on_the_channels_that_the_table_says_and_on_no_others(heard: Overheard) -> None:
+    assert heard.strangers == []
+    assert heard.sent == SENT
+
+
+async def test_every_question_is_answered_with_the_kind_that_the_table_says(heard: Overheard) -> None:
+    assert heard.answered == ANSWERED
