@@ -1,7 +1,8 @@
 """A broker of one's own: a nats-server that kvbus starts, probes and stops.
 
-It listens on loopback only, takes one random token, keeps its streams in a folder that only its owner may enter, and
-runs in a session of its own, so that Ctrl-C in a terminal reaches whoever uses it and not the broker itself.
+It listens on loopback only, takes one random token (or the users that a file names), keeps its streams in a folder
+that only its owner may enter, and runs in a session of its own, so that Ctrl-C in a terminal reaches whoever uses it
+and not the broker itself.
 """
 
 import asyncio
@@ -39,23 +40,39 @@ _TAIL_BYTES = 2_000
 class EmbeddedBroker:
     """One nats-server process over one folder; `start` and `stop` may alternate, and the port stays the same.
 
+    `include` is a piece of configuration that says who may enter instead of the token (and, if it likes, with TLS).
     Not bound to an event loop: synchronous code may say `asyncio.run(broker.start())`.
     """
 
-    def __init__(self, folder: Path, *, port: int = 0, token: str | None = None, binary: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        token: str | None = None,
+        binary: str | None = None,
+        include: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.port = port
-        self.token = token or secrets.token_urlsafe(24)
+        self.token = "" if include else token or secrets.token_urlsafe(24)
+        self.include = include
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
     @asynccontextmanager
     async def started(
-        cls, folder: Path, *, port: int = 0, token: str | None = None, binary: str | None = None
+        cls,
+        folder: Path,
+        *,
+        port: int = 0,
+        token: str | None = None,
+        binary: str | None = None,
+        include: Path | None = None,
     ) -> "AsyncIterator[EmbeddedBroker]":
         """Run a broker for the length of a `with` block."""
-        broker = cls(folder, port=port, token=token, binary=binary)
+        broker = cls(folder, port=port, token=token, binary=binary, include=include)
         await broker.start()
         try:
             yield broker
@@ -73,7 +90,10 @@ class EmbeddedBroker:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     async def start(self) -> None:
-        """Return once JetStream answers with the token; ConfigError or BusError says what to do instead."""
+        """Return once JetStream answers with the token; ConfigError or BusError says what to do instead.
+
+        A broker with users of its own is asked only whether JetStream is on: it would not answer us.
+        """
         if self.pid is not None:
             raise ConfigError("this broker is running", pid=self.pid, url=self.url)
         self._process = await asyncio.to_thread(self._spawn)
@@ -94,6 +114,11 @@ class EmbeddedBroker:
             if await _ended(process, STOP_S):
                 return
         raise BusError("nats-server does not end although it was killed", pid=process.pid)
+
+    def reload(self) -> None:
+        """Let the server read its configuration again: who may do what changes for those connected, too."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """End the server at once, as a crash would; `start` brings it back over the same folder and port."""
@@ -174,7 +199,7 @@ class EmbeddedBroker:
             "log_file": str(self._log_path),
             "logfile_size_limit": _LOG_MAX_BYTES,
             "logfile_max_num": 3,
-            "authorization": {"token": self.token},
+            **({} if self.include else {"authorization": {"token": self.token}}),
             "jetstream": {
                 "store_dir": str(self.folder / "store"),
                 "sync_interval": "1s",  # the default of two minutes is what a power cut may take with it
@@ -182,7 +207,8 @@ class EmbeddedBroker:
                 "max_memory_store": _MEMORY_MAX_BYTES,
             },
         }
-        return "\n".join(f"{name}: {json.dumps(value)}" for name, value in lines.items()) + "\n"
+        included = f"include {json.dumps(os.path.relpath(self.include, run))}\n" if self.include else ""
+        return "\n".join(f"{name}: {json.dumps(value)}" for name, value in lines.items()) + f"\n{included}"
 
     def _check(self, binary: Path, config: Path) -> None:
         try:
@@ -230,6 +256,8 @@ class EmbeddedBroker:
             info = cast("dict[str, object]", json.loads((await reader.readuntil(b"\r\n")).removeprefix(b"INFO ")))
             if not info.get("jetstream"):
                 raise ValueError("JetStream is not on yet")
+            if self.include:
+                return  # whoever started it enters next, with a credential that is not ours to know
             hello = {
                 "auth_token": self.token,
                 "verbose": False,

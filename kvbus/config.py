@@ -6,6 +6,7 @@ Every limit names its source beside it. A value that does not fit is a ConfigErr
 import json
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -15,6 +16,10 @@ from kvbus.errors import ConfigError
 from kvbus.topics import escape
 
 ENGINES = ("toy", "transformers")
+DIGESTS = ("off", "grant", "always")
+
+
+Microseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class TransferLimits(BaseModel):
@@ -41,6 +46,9 @@ class WorkerSettings(BaseModel):
 
     instance: str
     member: str = "m0"
+    members: tuple[str, ...] = ()
+    """All members of the instance in one order, the same at each of them: a member's place is the rank that it serves,
+    and its turn to lead. Empty, or itself alone: the instance has no other member."""
     nats_url: str
     nats_token: str = ""
     prefix: str = "kv"
@@ -50,11 +58,26 @@ class WorkerSettings(BaseModel):
     prompt_tokens_max: Annotated[int, Field(ge=1, le=1 << 22)] = 2_048
     """The longest prompt for which the pool keeps room beside what is lent to peers (P26); the engine's own limit,
     where that is smaller."""
-    backend: Literal["ucx", "memory"] = "ucx"
+    backend: Literal["auto", "ucx", "memory", "socket"] = "auto"
+    """How pages are read. `auto`: by UCX, out of the source's mapped memory, or over a plain socket, whichever leads to
+    the source and costs least for the pages in question."""
+    transport_costs: Mapping[str, tuple[Microseconds, Microseconds, Microseconds]] = Field(default_factory=dict)
+    """What ways cost on this host, where it was measured: an order, each page, each MiB. `bench/ways.py --json` prints
+    it; what is not named keeps the cost of the planner's own table."""
     network_devices: str = "lo"
     """UCX devices; loopback by default, since whoever reaches a UCX worker can read its process."""
+    socket_address: str = "127.0.0.1"
+    """Where the page server listens, for `socket` and `auto`; loopback by default, since pages travel unencrypted."""
+    socket_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Its port; 0 lets the system choose, and each grant names it."""
+    socket_advertise: tuple[str, ...] = ()
+    """Addresses that grants name instead of `socket_address`, where that is a wildcard or behind a translation."""
     rate_limit_bytes_s: Annotated[int, Field(ge=0)] = 0
     """Upper limit for pulled bytes per second, 0 for none: spares a busy host."""
+    digests: Literal["off", "grant", "always"] = "off"
+    """Whether pages have digests that are compared where they arrive and where the engine takes them, and from when on:
+    the first grant, or the seal. Off, since generations tell of all that is written under a lease, and with them moving
+    on one host takes 1.2 to 2 times as long, mostly 1.4 times (`bench/digests.py`)."""
     run_dir: Path
     limits: TransferLimits = TransferLimits()
     parent_pid: Annotated[int, Field(ge=0)] = 0
@@ -66,11 +89,61 @@ class WorkerSettings(BaseModel):
         escape(value)
         return value
 
+    @field_validator("members")
+    @classmethod
+    def _must_all_fit_a_subject(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            escape(name)
+        if twice := sorted({name for name in value if value.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} stands there twice: each member serves a rank of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _must_be_a_member(self) -> Self:
+        if self.members and self.member not in self.members:
+            raise ValueError(f"members are {', '.join(self.members)}, and member {self.member!r} is none of them")
+        if len(self.members) > 1 and self.engine == "transformers":
+            raise ValueError("members are several, and the transformers engine has one rank: give one member")
+        return self
+
+    @field_validator("socket_address")
+    @classmethod
+    def _must_be_an_address(cls, value: str) -> str:
+        ip_address(value)
+        return value
+
+    @field_validator("socket_advertise")
+    @classmethod
+    def _must_be_reachable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if ip_address(one).is_unspecified:
+                raise ValueError(f"{one} is no address that a reader can reach")
+        return value
+
+    @model_validator(mode="after")
+    def _must_name_where_it_is_reached(self) -> Self:
+        if ip_address(self.socket_address).is_unspecified and not self.socket_advertise:
+            raise ValueError(f"socket_address {self.socket_address} is a wildcard: name addresses in socket_advertise")
+        return self
+
     @model_validator(mode="after")
     def _must_not_be_its_own_source(self) -> Self:
         if self.instance in self.limits.source_allow:
             raise ValueError(f"source_allow names {self.instance!r} itself: an instance is not its own source")
         return self
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank that each member of the instance serves, in the order in which they would lead."""
+        return {name: rank for rank, name in enumerate(self.members or (self.member,))}
+
+    @property
+    def options_for_engine(self) -> dict[str, object]:
+        """The engine's options; a toy among several members is told which rank is its own, unless they say so."""
+        options = dict(self.engine_options)
+        if len(self.ranks) > 1 and self.engine == "toy":
+            options = {"rank": self.ranks[self.member], "ranks": len(self.ranks)} | options
+        return options
 
     @property
     def socket_path(self) -> Path:
@@ -135,6 +208,26 @@ def read_state() -> dict[str, object]:
     if not isinstance(document, dict) or not isinstance(document.get("nats_url"), str):
         raise ConfigError(f"{path} does not name a nats_url; stop kvbus, remove the file, start again")
     return document
+
+
+def ucx_library() -> str | None:
+    """Return the UCX library that the operator named in $KVBUS_UCX_LIBRARY, or None for that of the wheel."""
+    return os.environ.get("KVBUS_UCX_LIBRARY") or None
+
+
+def named_credentials() -> Path | None:
+    """Return the credential that the operator named in $KVBUS_NATS_CREDENTIALS, or None."""
+    named = os.environ.get("KVBUS_NATS_CREDENTIALS")
+    return Path(named) if named else None
+
+
+def discover_credentials() -> Path | None:
+    """Return the credential for the broker that `discover` finds: the one named, else the one that `kvbus up` left."""
+    named = named_credentials()
+    if named or os.environ.get("KVBUS_NATS_URL"):
+        return named
+    left = read_state().get("credentials")
+    return Path(str(left)) if left else None
 
 
 def discover() -> tuple[str, str]:

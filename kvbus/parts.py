@@ -1,5 +1,6 @@
 """The pieces that events and grants are made of: bounded scalars, prompts, reader keys, process identities."""
 
+from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -11,6 +12,7 @@ REQUEST_LENGTH_MAX_BYTES = 768 << 10
 """Requests carry prompts: 128 k tokens as u32 are 512 KiB; 768 KiB stay under the broker's default 1 MiB."""
 
 
+@lru_cache(maxsize=4_096)  # as `escape`, and pydantic calls this one without a frame
 def _must_fit_a_subject(name: str) -> str:
     escape(name)  # a peer's name becomes a subject to answer on
     return name

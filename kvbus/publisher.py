@@ -16,7 +16,7 @@ from typing import Literal, Self
 from pydantic import ValidationError
 
 from kvbus.bus import NatsBus
-from kvbus.config import discover
+from kvbus.config import discover, discover_credentials, named_credentials
 from kvbus.errors import BusError, PeerError
 from kvbus.events import (
     REQUEST_LENGTH_MAX_BYTES,
@@ -33,6 +33,7 @@ from kvbus.events import (
 )
 from kvbus.names import TOKEN_ID_MAX, request_hash, token_bytes
 from kvbus.parts import Body, OnMiss
+from kvbus.permissions import Role
 from kvbus.topics import Command, Topics, escape
 from kvbus.transport import Bus, Delivery, NoAnswer, NotStored, Subscription
 
@@ -123,6 +124,7 @@ class Publisher:
     ) -> None:
         self._url = url
         self._token = token
+        self._named = bool(requester)
         self.requester = requester or f"requester-{secrets.token_hex(8)}"
         self._given_bus = bus
         self._bus: Bus | None = None
@@ -137,6 +139,9 @@ class Publisher:
         """Connect and listen for results; BusError or ConfigError within ten seconds says what is wrong."""
         escape(self.requester)
         self._bus = self._given_bus or await self._connect()
+        user = self._bus.user if isinstance(self._bus, NatsBus) else None
+        if user is not None and user.role is Role.REQUESTER and not self._named:
+            self.requester = user.name  # it hears the results of this name, and of no other
         try:
             self._subscription = await self._bus.subscribe(self._topics.result(self.requester), self._hear)
         except BaseException:
@@ -204,7 +209,10 @@ class Publisher:
 
     async def _connect(self) -> Bus:
         url, token = (self._url, self._token) if self._url else discover()
-        return await NatsBus.connect(url, name=self.requester, token=self._token or token, topics=self._topics)
+        credentials = named_credentials() if self._url else discover_credentials()
+        return await NatsBus.connect(
+            url, name=self.requester, token=self._token or token, credentials=credentials, topics=self._topics
+        )
 
     def _running(self) -> Bus:
         if self._bus is None:

@@ -15,7 +15,7 @@ from kvbus.events import Event, FactsSeen, decode, encode
 from kvbus.ledger.facts import Fact
 from kvbus.topics import Family, Topics
 
-SETTLE_KINDS = {"open", "settle", "void"}
+SETTLE_KINDS = {"open", "settle", "visible", "void", "cancel", "term"}
 
 
 def turned_on(event: Event, fact: Fact, ticket: int = 0) -> bool:
@@ -102,5 +102,6 @@ def frame_of(record: Record, event: Event) -> Stored:
 
 def id_in(record: Record, told: Event) -> str:
     """The id under which a record has what an event tells; where it stands twice, the last."""
-    same = [one for one in record.events() if (one.body, one.header.i) == (told.body, told.header.i)]
+    who = (told.body, told.header.i, told.header.m)
+    same = [one for one in record.events() if (one.body, one.header.i, one.header.m) == who]
     return same[-1].header.event_id

@@ -17,9 +17,12 @@ from pathlib import Path
 
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
+from kvbus.bus_access import TlsFiles
 from kvbus.bus_assets import EMBEDDED, AssetLimits
+from kvbus.commands.auth import RULES, credential_path, write_folder
 from kvbus.config import TransferLimits, checked_settings
 from kvbus.errors import ConfigError
+from kvbus.permissions import Role, User
 from kvbus.roles.registry import Registered, lookup
 from kvbus.topics import Topics
 
@@ -28,6 +31,7 @@ READY_WAIT_S = 240.0
 STOP_WAIT_S = 30.0
 """A worker's own shutdown is bounded by its parts' budgets of 5 s each; then it is killed."""
 POLL_S = 0.1
+OPERATOR = User(Role.OPERATOR, "operator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,15 @@ class ClusterPlan:
     backend: str = "ucx"
     prompt_tokens_max: int = 2_048
     rate_limit_bytes_s: int = 0
+    digests: str = "off"
     nats_url: str = ""
     nats_token: str = ""
     nats_port: int = 0
+    guarded: bool = False
+    """Whether a broker of our own has users, each with a credential, instead of one token for all."""
+    credentials: Path | None = None
+    """How to enter a broker that was named; its workers enter in the same way."""
+    tls: TlsFiles | None = None
     prefix: str = "kv"
     store_dir: Path | None = None
     log_level: str = "info"
@@ -73,6 +83,18 @@ class Cluster:
         """The broker's token."""
         return self.broker.token if self.broker else self.plan.nats_token
 
+    @property
+    def keys(self) -> Path:
+        """Where a guarded broker's credentials lie, for as long as it runs."""
+        return self.run_dir / "keys"
+
+    @property
+    def credentials(self) -> Path | None:
+        """The credential of who starts all this: an operator's."""
+        if self.plan.guarded:
+            return credential_path(self.keys, OPERATOR)
+        return self.plan.credentials if self.plan.nats_url else None
+
     def socket(self, instance: str) -> Path:
         """The local socket of an instance's worker."""
         return self.run_dir / f"{instance}.m0.sock"
@@ -88,13 +110,16 @@ class Cluster:
             progress("starting the broker")
             binary = os.environ.get("KVBUS_NATS_SERVER")
             store_dir = plan.store_dir or self.run_dir / "nats"
-            self.broker = EmbeddedBroker(store_dir, port=plan.nats_port, binary=binary)
+            include = self._write_keys() if plan.guarded else None
+            self.broker = EmbeddedBroker(store_dir, port=plan.nats_port, binary=binary, include=include)
             await self.broker.start()
             self._minder = await self._start_minder(self.broker)
         self.bus = await NatsBus.connect(
             self.url,
             name="kvbus-cluster",
             token=self.token or None,
+            credentials=self.credentials,
+            tls=plan.tls,
             topics=Topics(plan.prefix),
             limits=EMBEDDED if self.broker else AssetLimits(),
         )
@@ -149,11 +174,15 @@ class Cluster:
         command = [sys.executable, "-m", "kvbus", "worker", "--instance", instance, "--engine", plan.engine]
         command += ["--engine-options", json.dumps(dict(plan.engine_options)), "--pages", str(plan.pages)]
         command += ["--prompt-tokens-max", str(plan.prompt_tokens_max), "--backend", plan.backend]
+        command += ["--digests", plan.digests]
         command += ["--rate-limit", str(plan.rate_limit_bytes_s), "--run-dir", str(self.run_dir)]
         command += ["--inflight-max", str(plan.limits.inflight_max), "--dedup-ttl", str(plan.limits.dedup_ttl_s)]
         command += ["--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
         command += ["--parent-pid", str(os.getpid())]
         command += [part for name in others for part in ("--allow", name)]
+        if plan.tls:
+            files = {"--tls-ca": plan.tls.ca, "--tls-cert": plan.tls.cert, "--tls-key": plan.tls.key}
+            command += [part for name, file in files.items() if file for part in (name, str(file))]
         with self.log(instance).open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command,
@@ -161,8 +190,22 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "KVBUS_NATS_TOKEN": self.token},  # not on the command line, where all can read it
+                env=self._environment(instance),
             )
+
+    def _environment(self, instance: str) -> dict[str, str]:
+        """What a worker enters with; not on its command line, where all can read it."""
+        environment = {**os.environ, "KVBUS_NATS_TOKEN": self.token}
+        environment.pop("KVBUS_NATS_CREDENTIALS", None)  # that may be for another broker than ours
+        own = credential_path(self.keys, _user(instance)) if self.plan.guarded else self.credentials
+        return environment | ({"KVBUS_NATS_CREDENTIALS": str(own)} if own else {})
+
+    def _write_keys(self) -> Path:
+        """Make a credential for each instance, for who asks, who watches and who runs this; return the rules."""
+        users = [OPERATOR, *map(_user, self.plan.instances)]
+        users += [User(Role.REQUESTER, "requester"), User(Role.OBSERVER, "observer")]
+        write_folder(self.keys, users, Topics(self.plan.prefix))
+        return self.keys / RULES
 
     async def _until_ready(self, instance: str) -> Registered:
         if self.bus is None:
@@ -191,6 +234,10 @@ class Cluster:
             if told := [line for line in lines if line.startswith(speaker)]:
                 return told[-1]
         return " | ".join(lines[-3:]) or "its log is empty"
+
+
+def _user(instance: str) -> User:
+    return User(Role.INSTANCE, instance, ("m0",))
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:

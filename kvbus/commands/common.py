@@ -5,15 +5,17 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
 import click
 from rich.console import Console
 
 from kvbus.bus import NatsBus
+from kvbus.bus_access import TlsFiles
 from kvbus.bus_assets import AssetLimits
-from kvbus.config import discover
-from kvbus.errors import BusError, KvbusError
+from kvbus.config import discover, discover_credentials
+from kvbus.errors import BusError, ConfigError, KvbusError
 from kvbus.topics import Topics
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,7 +59,7 @@ def _checked_prefix(_context: click.Context, _option: click.Parameter, value: st
 
 
 def broker_options(function: F) -> F:
-    """Add --nats, --token and --prefix: where the broker is; found by itself where `kvbus up` runs."""
+    """Add --nats, --token, --prefix and the files to enter with; where the broker is, `kvbus up` tells by itself."""
     for option in (
         click.option(
             "--prefix", default="kv", show_default=True, callback=_checked_prefix, help="First token of all subjects."
@@ -66,7 +68,61 @@ def broker_options(function: F) -> F:
         click.option("--nats", "nats_url", default="", metavar="URL", help="The broker; else the one of `kvbus up`."),
     ):
         function = option(function)
+    return entering_options(function)
+
+
+def entering_options(function: F) -> F:
+    """Add --credentials and the files of TLS; `entering` returns what was given."""
+    for option in _file_options():
+        function = option(function)
     return function
+
+
+def _file_options() -> tuple[Callable[[F], F], ...]:
+    """Return the options whose values no command needs to know: `entering` hands them to the bus."""
+    told = (
+        ("--tls-key", None, "The key of that certificate."),
+        ("--tls-cert", None, "Our certificate, where the broker asks for one."),
+        ("--tls-ca", None, "The authority that signed the broker's certificate."),
+        ("--credentials", "KVBUS_NATS_CREDENTIALS", "A credential of `kvbus auth init`."),
+    )
+    return tuple(
+        click.option(
+            name,
+            type=click.Path(path_type=Path, dir_okay=False),
+            envvar=variable,
+            metavar="FILE",
+            expose_value=False,
+            callback=_keep_file,
+            help=help_,
+        )
+        for name, variable, help_ in told
+    )
+
+
+def _keep_file(context: click.Context, option: click.Parameter, value: Path | None) -> None:
+    context.meta[f"kvbus.{option.name}"] = value
+
+
+class Entering(TypedDict):
+    """What a connect takes beside an address."""
+
+    credentials: Path | None
+    tls: TlsFiles | None
+
+
+def entering(*, discovered: bool = False) -> Entering:
+    """Return the files to enter with, of the running command's options; `discovered`: the broker is that of `up`."""
+    context = click.get_current_context(silent=True)
+    given: dict[str, Path | None] = context.meta if context else {}
+    credentials, ca, cert, key = (
+        given.get(f"kvbus.{name}") for name in ("credentials", "tls_ca", "tls_cert", "tls_key")
+    )
+    if ca is None and (cert or key):
+        raise ConfigError("--tls-cert and --tls-key need --tls-ca: the authority that signed the broker's certificate")
+    if credentials is None and discovered:
+        credentials = discover_credentials()
+    return {"credentials": credentials, "tls": TlsFiles(ca, cert, key) if ca else None}
 
 
 def json_option(function: F) -> F:
@@ -76,10 +132,12 @@ def json_option(function: F) -> F:
 
 async def connect(nats_url: str, token: str, prefix: str, *, name: str, limits: AssetLimits | None = None) -> NatsBus:
     """Connect to the named broker, or to the one that `kvbus up` runs here."""
+    files = entering(discovered=not nats_url)
     if not nats_url:
         nats_url, found = discover()
         token = token or found
-    return await NatsBus.connect(nats_url, name=name, token=token or None, topics=Topics(prefix), limits=limits)
+    topics = Topics(prefix)
+    return await NatsBus.connect(nats_url, name=name, token=token or None, topics=topics, limits=limits, **files)
 
 
 def console(*, as_json: bool) -> Console:

@@ -11,26 +11,25 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvbus.commands.audit import audit_log
 from kvbus.commands.audit import lines as audit_lines
-from kvbus.commands.auditing import Audit
 from kvbus.commands.auditing import Verdict as AuditVerdict
 from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
 from kvbus.commands.demo_prompt import fitting_prompt
+from kvbus.commands.demo_result import Shown, result_table
 from kvbus.commands.leases import LeaseBook
 from kvbus.commands.poison import flip_top_exponent_bits
 from kvbus.commands.recordings import write_record
-from kvbus.commands.rendering import LinePrinter, event_document, printable
+from kvbus.commands.rendering import LinePrinter, printable
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.wording import lines_of
 from kvbus.commands.worker import engine_options
-from kvbus.config import ENGINES
+from kvbus.config import DIGESTS, ENGINES
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.errors import BackendError
-from kvbus.events import Event, TransferOutcome
+from kvbus.events import TransferOutcome
 from kvbus.publisher import Publisher, Verdict
 from kvbus.subscriber import Seen, Subscriber
 from kvbus.topics import Topics
@@ -45,71 +44,19 @@ TRANSFER_WAIT_S = 120.0
 FACTS_WAIT_S, QUIET_S = 5.0, 0.5
 
 
-@dataclass(slots=True)
-class Shown:
-    """What the demo has seen; the JSON document is made of exactly this."""
-
-    engine: str
-    model: str = ""
-    prompt_tokens: int = 0
-    pages: int = 0
-    length_bytes: int = 0
-    ttft_cold_s: float = 0.0
-    ttft_staged_s: float = 0.0
-    transfer_s: float = 0.0
-    stage_s: float = 0.0
-    cold: tuple[int, ...] = ()
-    staged: tuple[int, ...] = ()
-    poisoned: tuple[int, ...] = ()
-    recomputed: tuple[int, ...] = ()
-    transfer: str = ""
-    audit: Audit | None = None
-    events: list[Event] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def speedup(self) -> float:
-        """How many times sooner the first token came."""
-        return self.ttft_cold_s / self.ttft_staged_s if self.ttft_staged_s else 0.0
-
-    @property
-    def tokens_identical(self) -> bool:
-        """Whether the staged pages gave the same answer as computing did."""
-        return bool(self.cold) and self.cold == self.staged
-
-    @property
-    def poison_detected(self) -> bool:
-        """Whether a changed page changed the answer, so that it is the staged pages that answer."""
-        return bool(self.poisoned) and self.poisoned != self.staged
-
-    def expect(self, true: bool, fault: str) -> None:
-        """Note a fault unless this holds."""
-        if not true:
-            self.faults.append(fault)
-
-    def document(self) -> dict[str, object]:
-        """Return the result for programs."""
-        return {
-            "engine": self.engine,
-            "model": self.model,
-            "prompt_tokens": self.prompt_tokens,
-            "pages": self.pages,
-            "bytes": self.length_bytes,
-            "ttft_cold_s": self.ttft_cold_s,
-            "ttft_staged_s": self.ttft_staged_s,
-            "speedup": self.speedup,
-            "tokens_identical": self.tokens_identical,
-            "poison_detected": self.poison_detected,
-            "transfer_s": self.transfer_s,
-            "facts": [event_document(event) for event in self.events],
-            "ok": not self.faults,
-        }
-
-
 @click.command()
 @click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
 @click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
-@click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
+@click.option(
+    "--transport",
+    "--backend",
+    "backend",
+    type=click.Choice(["auto", "ucx", "memory", "socket"]),
+    default="ucx",
+    show_default=True,
+    help="How pages are read; auto: the cheapest way for each transfer.",
+)
+@click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
 @click.option("--nats", "nats_url", default="", metavar="URL", help="Use this broker instead of starting one.")
 @click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
 @click.option(
@@ -119,27 +66,30 @@ class Shown:
     help="Write all that was recorded to FILE, for `kvbus audit` and `kvbus story`.",
 )
 @json_option
-def demo(engine: str, options: str, backend: str, nats_url: str, token: str, record: Path | None, as_json: bool) -> int:
+def demo(as_json: bool, options: str, record: Path | None, **settings: str) -> int:
     """Show the story end to end: a prompt computed cold, then answered from staged KV, with the same tokens.
 
     Two instances start on this host. B answers a prompt cold; A's KV of the prompt is staged to B over NATS and UCX; B
-    answers again. Then one staged page is changed, which must change the answer. Exit status 0 if all of it holds.
+    answers again. Then one staged page is changed, which must change the answer, or with --digests be noticed. Exit
+    status 0 if all of it holds.
     """
+    engine = settings["engine"]
     plan = ClusterPlan(
         instances=(SOURCE, DESTINATION),
         engine=engine,
         engine_options=engine_options(engine, options),
         pages=PAGES[engine],
-        backend=backend,
-        nats_url=nats_url,
-        nats_token=token,
+        backend=settings["backend"],
+        digests=settings["digests"],
+        nats_url=settings["nats_url"],
+        nats_token=settings["token"],
     )
     return asyncio.run(_demo(plan, record, as_json=as_json))
 
 
 async def _demo(plan: ClusterPlan, file: Path | None, *, as_json: bool) -> int:
     screen = console(as_json=as_json)
-    shown = Shown(plan.engine)
+    shown = Shown(plan.engine, plan.digests)
     cluster = Cluster(plan)
     this = asyncio.current_task()
     if this is not None:  # told to end, it ends what it started, as it does on Ctrl-C
@@ -154,7 +104,7 @@ async def _demo(plan: ClusterPlan, file: Path | None, *, as_json: bool) -> int:
     finally:
         with _working(screen, "stopping") as say:
             await cluster.stop()
-    screen.print(_table(shown))
+    screen.print(result_table(shown))
     for fault in shown.faults:
         screen.print(f"[red]does not hold: {fault}[/]")
     if as_json:
@@ -181,7 +131,7 @@ async def _show(cluster: Cluster, shown: Shown, screen: Console, hold: "_Hold") 
         await steps.poison(ids)
     await hold.until_quiet(FACTS_WAIT_S)
     shown.expect(shown.tokens_identical, "the staged answer has the same tokens as the cold one")
-    shown.expect(shown.poison_detected, "a changed page changes the answer")
+    shown.expect(shown.poison_detected, shown.poison_text)
     shown.expect(
         shown.recomputed == shown.cold, "after the changed page was evicted, b computes the right answer again"
     )
@@ -272,8 +222,11 @@ class _Steps:
             flip_top_exponent_bits(where, page)
             answer = await self._answer(self.taker, ids)
             self.shown.poisoned = answer.end.tokens
+            noticed = self.cluster.plan.digests != "off"  # then it is out of use already
+            self.shown.blocks_left_out = len(where.pages) - await asyncio.to_thread(self.taker.held, ids)
             evicted = await asyncio.to_thread(self.taker.evict, ids)
-            self.shown.expect(evicted == len(where.pages), "the changed page and its prompt's others are evicted")
+            expected = len(where.pages) - noticed
+            self.shown.expect(evicted == expected, "the changed page and its prompt's others are evicted")
             answer = await self._answer(self.taker, ids)
             self.shown.recomputed = answer.end.tokens
 
@@ -357,34 +310,3 @@ def _working(screen: Console, text: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=screen, transient=True) as progress:
         bar = progress.add_task(text, total=None)
         yield lambda said: progress.update(bar, description=said)
-
-
-def _table(shown: Shown) -> Table:
-    """Return the result at a glance."""
-    name = shown.engine if shown.model == shown.engine else f"{shown.engine} {shown.model}"
-    table = Table(title=f"{name}: {shown.prompt_tokens} tokens, one thread, the same socket")
-    table.add_column("")
-    table.add_column("b computes (cold)", justify="right")
-    table.add_column("b has staged pages", justify="right")
-    table.add_row("time to first token", f"{shown.ttft_cold_s:.2f} s", f"{shown.ttft_staged_s:.3f} s")
-    table.add_row("", "", f"[bold green]{shown.speedup:.1f} times sooner[/]")
-    pages = f"{shown.pages} pages, {shown.length_bytes / 1e6:.1f} MB, {shown.transfer_s * 1e3:.0f} ms"
-    table.add_row("moved ahead of time", "–", pages)
-    table.add_row("stage, with a's prefill", "–", f"{shown.stage_s:.2f} s")
-    table.add_row("tokens", _tokens(shown.cold), _tokens(shown.staged))
-    table.add_row("same tokens", "", _mark(shown.tokens_identical))
-    table.add_row("page changed: other answer", "", _mark(shown.poison_detected))
-    table.add_row("evicted: right again", "", _mark(shown.recomputed == shown.cold and bool(shown.cold)))
-    if shown.audit is not None:
-        clean = shown.audit.verdict is AuditVerdict.CLEAN
-        verdict = "[green]clean[/]" if clean else f"[red]{shown.audit.verdict.value.upper()}[/]"
-        table.add_row("audit of all facts", "", f"{shown.audit.leases} leases, {verdict}")
-    return table
-
-
-def _tokens(tokens: tuple[int, ...]) -> str:
-    return " ".join(str(token) for token in tokens[:4]) + (" …" if len(tokens) > 4 else "")
-
-
-def _mark(holds: bool) -> str:
-    return "[green]yes[/]" if holds else "[red]NO[/]"

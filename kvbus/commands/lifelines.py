@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvbus.commands.leases import LeaseKey, LeaseLife
 from kvbus.events import Event, FactsSeen
-from kvbus.ledger.facts import Fact
+from kvbus.ledger.facts import EVIDENCE_BITS, Fact
 
 TRIED = int(Fact.SUBMITTED | Fact.UNCERTAIN)
 """With one of these on, memory may have been accessed: the evidence that it is over comes from elsewhere."""
@@ -44,6 +44,12 @@ class Trail:
         """Whether it is known to be a write lease."""
         return self.life.direction == "write"
 
+    def may_go_back(self, bits: int) -> bool:
+        """Whether these bits give a reason: access ended by evidence, or a reader that can deliver nothing (P5)."""
+        if bits & Fact.FENCED and not self.is_write:
+            return True
+        return bool(bits & Fact.ACCESS_ENDED and bits & EVIDENCE_BITS)
+
 
 def holes_of(trail: Trail) -> Iterator[str]:
     """Rows come before the lines that tell of them, and a lease is taken before it is granted."""
@@ -54,7 +60,7 @@ def holes_of(trail: Trail) -> Iterator[str]:
         yield f"the pages of {key} (its `lease_granted`) are not recorded"
     if trail.bits & Fact.SUBMITTED and life.attempt is None:
         yield f"the attempt of {key} is not recorded"
-    if trail.bits & TRIED and trail.bits & Fact.ACCESS_ENDED and life.ended is None:
+    if trail.bits & TRIED and trail.bits & (Fact.ACCESS_ENDED | Fact.FENCED) and life.ended is None:
         yield f"how the attempt of {key} ended (its `outcome`) is not recorded"
 
 

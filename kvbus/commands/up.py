@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from kvbus.commands.cluster import Cluster, ClusterPlan
-from kvbus.commands.common import EXIT_FAILED, console, json_option, print_document
+from kvbus.commands.common import EXIT_FAILED, console, entering, entering_options, json_option, print_document
 from kvbus.commands.worker import engine_options
-from kvbus.config import ENGINES, state_dir, write_state
+from kvbus.config import DIGESTS, ENGINES, state_dir, write_state
 
 
 @click.command()
@@ -19,17 +19,30 @@ from kvbus.config import ENGINES, state_dir, write_state
 @click.option("--instances", default="a,b", show_default=True, help="Names, separated by commas.")
 @click.option("--pages", default=256, show_default=True, help="Pages in each pool.")
 @click.option("--prompt-tokens-max", default=2048, show_default=True, help="Longest prompt to keep room for.")
-@click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
+@click.option(
+    "--transport",
+    "--backend",
+    "backend",
+    type=click.Choice(["auto", "ucx", "memory", "socket"]),
+    default="ucx",
+    show_default=True,
+    help="How pages are read; auto: the cheapest way for each transfer.",
+)
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
+@click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
 @click.option("--nats", "nats_url", default="", metavar="URL", help="Use this broker instead of starting one.")
 @click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
 @click.option("--port", default=0, help="Port for the broker that is started; 0 takes a free one.")
+@click.option("--auth", "guarded", is_flag=True, help="Give that broker users: a credential for each who speaks.")
+@entering_options
 @json_option
 def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
     """Start a broker and two instances on this host, and run until Ctrl-C.
 
     `kvbus watch`, `kvbus stage` and Publisher() find them by themselves.
     """
+    if settings["guarded"] and settings["nats_url"]:
+        raise click.BadParameter("the broker of --nats has its own users: give --credentials", param_hint="--auth")
     engine = str(settings["engine"])
     plan = ClusterPlan(
         instances=tuple(name.strip() for name in instances.split(",") if name.strip()),
@@ -39,10 +52,13 @@ def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
         prompt_tokens_max=int(str(settings["prompt_tokens_max"])),
         backend=str(settings["backend"]),
         rate_limit_bytes_s=int(str(settings["rate_limit"])),
+        digests=str(settings["digests"]),
         nats_url=str(settings["nats_url"]),
         nats_token=str(settings["token"]),
         nats_port=int(str(settings["port"])),
         store_dir=state_dir() / "nats",
+        guarded=bool(settings["guarded"]),
+        **entering(),
     )
     return asyncio.run(_up(plan, as_json=as_json))
 
@@ -91,7 +107,11 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
 
 def _state(cluster: Cluster) -> dict[str, object]:
     sockets = {name: str(cluster.socket(name)) for name in cluster.plan.instances}
-    return {"nats_url": cluster.url, "token": cluster.token, "sockets": sockets, "prefix": cluster.plan.prefix}
+    state: dict[str, object] = {"nats_url": cluster.url, "token": cluster.token, "prefix": cluster.plan.prefix}
+    state["sockets"] = sockets
+    if cluster.credentials:
+        state["credentials"] = str(cluster.credentials)
+    return state
 
 
 def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
@@ -103,6 +123,8 @@ def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
         )
         say(f"instance [bold]{name}[/]: {engine}, {one.record.pages} pages, {size:.0f} MB")
     say(f"broker: {cluster.url}")
+    if cluster.plan.guarded:
+        say(f"credentials: {cluster.keys}")
     if len(names) > 1:
         say("in other shells:")
         say("  kvbus watch")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from kvbus.commands.common import broker_options, json_option, print_document, set_up_logging
-from kvbus.config import ENGINES, WorkerSettings, checked_settings, discover
+from kvbus.commands.common import Entering, broker_options, entering, json_option, print_document, set_up_logging
+from kvbus.config import DIGESTS, ENGINES, WorkerSettings, checked_settings, discover
 from kvbus.engines.model_cache import default_folder
 from kvbus.errors import ConfigError
+from kvbus.permissions import Role, User
 from kvbus.topics import Topics
 from kvbus.worker import run_worker
 
@@ -30,20 +31,27 @@ def engine_options(engine: str, given: str) -> dict[str, object]:
     """Return an engine's options: those given as JSON, and for transformers the cached model where none is named."""
     import os
 
-    try:
-        options = json.loads(given) if given else {}
-    except ValueError as error:
-        raise ConfigError(f"--engine-options is not JSON: {error}", got=given[:80]) from error
-    if not isinstance(options, dict):
-        raise ConfigError("--engine-options must be a JSON object", got=type(options).__name__)
+    options = json_object("--engine-options", given)
     if engine == "transformers" and "folder" not in options:
         options["folder"] = str(default_folder(os.environ))
     return options
 
 
+def json_object(option: str, given: str) -> dict[str, object]:
+    """Return the JSON object that an option holds, an empty one where it was not given."""
+    try:
+        document = json.loads(given) if given else {}
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON: {error}", got=given[:80]) from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{option} must be a JSON object", got=type(document).__name__)
+    return document
+
+
 @click.command()
 @click.option("--instance", required=True, help="The serving instance's name.")
 @click.option("--member", default="m0", show_default=True, help="This process among the instance's hosts.")
+@click.option("--members", default="", metavar="A,B", help="All members in order of ranks; none: no other.")
 @click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
 @click.option("--engine-options", default="", metavar="JSON", help="Options of the engine, e.g. its model folder.")
 @click.option("--pages", default=256, show_default=True, help="Pages in the pool.")
@@ -51,9 +59,22 @@ def engine_options(engine: str, given: str) -> dict[str, object]:
 @click.option("--allow", "source_allow", multiple=True, help="An instance to take KV from; none: all are refused.")
 @click.option("--inflight-max", default=4, show_default=True, help="Transfers at a time.")
 @click.option("--dedup-ttl", default=300.0, show_default=True, help="Seconds in which a repeat joins.")
-@click.option("--backend", type=click.Choice(["ucx", "memory"]), default="ucx", show_default=True)
+@click.option(
+    "--transport",
+    "--backend",
+    "backend",
+    type=click.Choice(["auto", "ucx", "memory", "socket"]),
+    default="auto",
+    show_default=True,
+    help="How pages are read; auto: the cheapest way for each transfer.",
+)
+@click.option("--transport-costs", default="", metavar="JSON", help="Costs measured here, as bench/ways.py prints.")
+@click.option("--socket-address", default="127.0.0.1", show_default=True, help="Where the page server listens.")
+@click.option("--socket-port", default=0, show_default=True, help="Its port; 0: any that is free.")
+@click.option("--socket-advertise", multiple=True, metavar="IP", help="An address that grants name instead.")
 @click.option("--devices", default="lo", show_default=True, help="Network devices for UCX.")
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
+@click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Folder for socket and lock.")
 @click.option("--parent-pid", default=0, hidden=True, help="Stop when this process has ended.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
@@ -65,11 +86,12 @@ def worker(nats_url: str, token: str, source_allow: tuple[str, ...], as_json: bo
     Logs go to stderr. With --json one document on stdout says when it is ready.
     """
     set_up_logging(str(options.pop("log_level")))
+    files = entering(discovered=not nats_url)
     if not nats_url:
         nats_url, found = discover()
         token = token or found
     settings = _settings(nats_url, token, source_allow, options)
-    asyncio.run(_run(settings, as_json=as_json))
+    asyncio.run(_run(settings, files, as_json=as_json))
 
 
 def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options: dict[str, object]) -> WorkerSettings:
@@ -78,11 +100,13 @@ def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options:
         "dedup_ttl_s": options.pop("dedup_ttl"),
         "source_allow": source_allow,
     }
-    engine = str(options["engine"])
+    engine, members = str(options["engine"]), str(options.pop("members"))
     return checked_settings(
         nats_url=nats_url,
         nats_token=token,
+        members=tuple(members.split(",")) if members else (),
         engine_options=engine_options(engine, str(options.pop("engine_options"))),
+        transport_costs=json_object("--transport-costs", str(options.pop("transport_costs"))),
         network_devices=options.pop("devices"),
         rate_limit_bytes_s=options.pop("rate_limit"),
         run_dir=options.pop("run_dir") or default_run_dir(),
@@ -91,7 +115,7 @@ def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options:
     )
 
 
-async def _run(settings: WorkerSettings, *, as_json: bool) -> None:
+async def _run(settings: WorkerSettings, files: Entering, *, as_json: bool) -> None:
     from kvbus.bus import NatsBus
 
     def ready(text: str) -> None:
@@ -106,10 +130,23 @@ async def _run(settings: WorkerSettings, *, as_json: bool) -> None:
         name=f"{settings.instance}.{settings.member}",
         token=settings.nats_token or None,
         topics=Topics(settings.prefix),
+        **files,
     )
     try:
+        _check_user(bus.user, settings)
         await run_worker(settings, bus, on_ready=ready)
     finally:
         # A second Ctrl-C while the connection drains must not leave a trace back.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         await bus.close()
+
+
+def _check_user(user: User | None, settings: WorkerSettings) -> None:
+    """Say at once that a credential is another's; the broker would say it too, about some subject."""
+    if user is None or user.role is Role.OPERATOR:
+        return
+    if user.role is not Role.INSTANCE or user.name != settings.instance:
+        raise ConfigError(f"this credential is that of {user.role} {user.name}: give the one of {settings.instance}")
+    if missing := [name for name in settings.ranks if name not in user.members]:
+        known = ", ".join(user.members)
+        raise ConfigError(f"this credential covers the members {known} of {user.name}, and not {', '.join(missing)}")

@@ -142,7 +142,7 @@ async def fake_source(town: Town) -> AsyncIterator[FakeSource]:
     epoch = epoch_from(1, random.SystemRandom().randrange(1 << 32))  # one pool each: no reader may mix them up
     memory = PoolMemory.create(engine.describe().layout, PAGES, epoch)
     fake = FakeSource(town, engine, lender_over(memory, name="pool", engine_reserve_pages=0), epoch)
-    subscription = await town.bus.respond(TOPICS.command(FAKE, Command.LEASE), fake.respond)
+    subscription = await town.bus.respond(TOPICS.command(FAKE, Command.LEASE, "m0"), fake.respond)
     try:
         yield fake
     finally:

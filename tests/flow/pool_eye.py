@@ -32,9 +32,14 @@ class PoolEye:
         found: list[tuple[int, ...]] = []
 
         async def granted() -> bool:
-            for event in await self.town.events(self.name):
+            worker = self.town.workers[self.name]
+            for event in await self.town.events(worker.name):
                 body = event.body
-                if isinstance(body, LeaseGranted) and (body.transfer, body.direction) == (transfer, "write"):
+                if (
+                    event.header.m == worker.member
+                    and isinstance(body, LeaseGranted)
+                    and (body.transfer, body.direction) == (transfer, "write")
+                ):
                     found.append(from_column(body.pages, 4))
             return bool(found)
 

@@ -166,7 +166,7 @@ def as_map(value: object) -> dict[str, object]:
     "subject",
     [
         TOPICS.command("b", Command.TRANSFER),
-        TOPICS.command("b", Command.LEASE),
+        TOPICS.command("b", Command.LEASE, "m0"),
         TOPICS.command("b", Command.CANCEL),
         TOPICS.query("b", Query.STATS),
     ],

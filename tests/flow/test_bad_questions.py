@@ -19,6 +19,8 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+LEASE_SUBJECT = TOPICS.command("a", Command.LEASE, "m0")
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def crowd(folder: Path) -> AsyncIterator[Town]:
@@ -52,7 +54,7 @@ def question(crowd: Town, ids: list[int], **changed: object) -> LendRequested:
 async def asked(crowd: Town, body: Body, speaker: str = "tester", *, wait_s: float = 5.0) -> LendAnswered | NoAnswer:
     """What source a says to a message on its lease subject."""
     data = await crowd.bus.request(
-        TOPICS.command("a", Command.LEASE), crowd.encoded(body, speaker=speaker, member="m0", epoch=77), wait_s=wait_s
+        LEASE_SUBJECT, crowd.encoded(body, speaker=speaker, member="m0", epoch=77), wait_s=wait_s
     )
     if isinstance(data, NoAnswer):
         return data
@@ -118,6 +120,13 @@ async def test_a_question_in_anothers_name_is_not_answered(crowd: Town) -> None:
     await crowd.at_rest("a")
 
 
+@pytest.mark.parametrize("member", ["", "m1"])
+async def test_a_question_reaches_only_the_member_that_it_names(crowd: Town, member: str) -> None:
+    data = crowd.encoded(question(crowd, [1]), speaker="tester", member="m0", epoch=77)
+    answer = await crowd.bus.request(TOPICS.command("a", Command.LEASE, member), data, wait_s=5)
+    assert answer == NoAnswer("nobody_listens")
+
+
 @pytest.mark.contract("P18")
 async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(crowd: Town) -> None:
     ids = prompt("repeated", 2)
@@ -136,7 +145,7 @@ async def test_a_repeated_question_lends_once_and_only_its_nonce_ends_the_lease(
 
     for nonce, held in ((b"x" * 16, 1), (b"n" * 16, 0)):
         released = LeaseReleased(key=body.key, nonce=nonce)
-        await crowd.bus.request(TOPICS.command("a", Command.LEASE), crowd.encoded(released, speaker="tester"), wait_s=5)
+        await crowd.bus.request(LEASE_SUBJECT, crowd.encoded(released, speaker="tester"), wait_s=5)
         assert (await crowd.stats("a"))["leases_held"] == held
 
     far = question(crowd, ids, names=layout_names, first_block=2**62)
@@ -171,7 +180,7 @@ async def test_an_epoch_is_one_process_for_good(crowd: Town) -> None:
         assert "another process before" in again.reason
 
     released = LeaseReleased(key=reader.key, nonce=reader.nonce)
-    await crowd.bus.request(TOPICS.command("a", Command.LEASE), crowd.encoded(released, speaker="tester"), wait_s=5)
+    await crowd.bus.request(LEASE_SUBJECT, crowd.encoded(released, speaker="tester"), wait_s=5)
     await crowd.at_rest("a")
 
 

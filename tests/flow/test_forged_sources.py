@@ -98,7 +98,7 @@ FORGERIES: dict[str, tuple[Callable[[Grant], Grant], str]] = {
     "more pages than fit": (pool(page_count=PAGES + 1), "fit"),
     "a table among the pages": (pool(generations_offset=1 << 20), "overlaps the pages"),
     "a range that wraps": (pool(base=(1 << 63) - 4096), "wraps"),
-    "no way to reach it": (changed(memory=None), "offers no memory access"),
+    "no way to reach it": (changed(memory=None), "offers no access by memory"),
 }
 
 

@@ -166,6 +166,10 @@ def test_a_pool_that_is_too_small_for_its_longest_prompt(place: Town, state: Pat
         (["--inflight-max", "-1"], ["inflight_max"]),
         (["--prefix", "k.v"], ["prefix", "k.v"]),
         (["--member", ""], ["setting member"]),
+        (["--member", "m2", "--members", "m0,m1"], ["members are m0, m1", "'m2' is none of them"]),
+        (["--members", "m0,m1,m1"], ["setting members", "m1 stands there twice"]),
+        (["--members", "m0,"], ["setting members"]),
+        (["--members", "m0,m1", "--engine", "transformers"], ["the transformers engine has one rank"]),
         (["--log-level", "loud"], ["loud"]),
     ],
     ids=lambda part: " ".join(part)[:30],
@@ -187,6 +191,18 @@ def test_an_engine_option_that_does_not_fit_is_named_and_nothing_is_left(place: 
         assert words in ran.stderr
         assert "Traceback" not in ran.stderr
         assert not list(run.glob("x.*.sock"))
+
+
+def test_an_engine_of_another_rank_than_its_member_is_named(place: Town, state: Path) -> None:
+    for options, arguments, words in (
+        ('{"rank": 1, "ranks": 2}', (), ("rank 1 of 2", "x/m0 serves rank 0 of 1")),
+        ('{"rank": 0}', ("--member", "m1", "--members", "m0,m1"), ("rank 0 of 2", "x/m1 serves rank 1 of 2", "m0, m1")),
+    ):
+        ran = worker(place, state, "--engine-options", options, *arguments)
+
+        assert ran.returncode == 2, ran
+        assert all(word in ran.stderr.replace("\n", " ") for word in words), ran.stderr
+        assert "Traceback" not in ran.stderr
 
 
 def test_an_engine_option_that_does_not_fit_is_named_by_up_too(state: Path) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,9 +78,10 @@ def is_alive(pid: int) -> bool:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One worker: its process, what it was started with, and how to reach it."""
+    """One worker: its process, what it was started with, and how to reach it. `name` is its instance's."""
 
     name: str
+    member: str
     process: "subprocess.Popen[bytes]"
     socket: Path
     log: Path
@@ -136,13 +137,39 @@ class Town:
         rate_limit_bytes_s: int = 0,
         inflight_max: int = 4,
         dedup_ttl_s: float = 300.0,
+        member: str = "",
+        members: Sequence[str] = (),
     ) -> WorkerProcess:
-        """Start a worker and wait until the registry has it."""
+        """Start a worker and wait until the registry has it; one of several members is known as instance/member."""
         arguments = ["--instance", name, "--engine", engine, "--engine-options", json.dumps(dict(options))]
+        arguments += ["--member", member, "--members", ",".join(members)] if member else []
         arguments += ["--pages", str(pages), "--backend", backend, "--rate-limit", str(rate_limit_bytes_s)]
         arguments += ["--inflight-max", str(inflight_max), "--dedup-ttl", str(dedup_ttl_s)]
         arguments += [part for source in allow for part in ("--allow", source)]
-        return await self.start_again(name, arguments)
+        return await self.start_again(f"{name}/{member}" if member else name, arguments)
+
+    async def start_all(
+        self,
+        name: str,
+        members: Sequence[str],
+        *,
+        allow: Sequence[str] = (),
+        backend: str = "ucx",
+        rate_limit_bytes_s: int = 0,
+    ) -> None:
+        """Start all members of an instance."""
+
+        def start(member: str) -> Coroutine[object, object, WorkerProcess]:
+            return self.start(
+                name,
+                member=member,
+                members=members,
+                allow=allow,
+                backend=backend,
+                rate_limit_bytes_s=rate_limit_bytes_s,
+            )
+
+        await asyncio.gather(*map(start, members))
 
     async def start_again(self, name: str, arguments: list[str] | None = None) -> WorkerProcess:
         """Start a worker, with the arguments of the one that it follows unless others are given."""
@@ -153,7 +180,7 @@ class Town:
         async def ready() -> bool:
             if not worker.alive:
                 raise AssertionError(f"worker {name} ended: {worker.log.read_text()[-2000:]}")
-            for one in await lookup(self.bus, name):
+            for one in await lookup(self.bus, worker.name):
                 if one.record.process.pid == worker.pid:
                     self.registered[name] = one
                     return True
@@ -165,7 +192,8 @@ class Town:
         return worker
 
     def _spawn(self, name: str, arguments: list[str]) -> WorkerProcess:
-        log = self.folder / f"{name}.log"
+        instance, _, member = name.partition("/")
+        log = self.folder / f"{instance}.{member or 'm0'}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvbus", "worker", "--run-dir", str(self.folder / "run"), *arguments],
@@ -175,7 +203,8 @@ class Town:
                 start_new_session=True,
                 env={**os.environ, "KVBUS_NATS_URL": self.broker.url, "KVBUS_NATS_TOKEN": self.broker.token},
             )
-        return WorkerProcess(name, process, self.folder / "run" / f"{name}.m0.sock", log, arguments)
+        socket = self.folder / "run" / f"{instance}.{member or 'm0'}.sock"
+        return WorkerProcess(instance, member or "m0", process, socket, log, arguments)
 
     # ------------------------------------------------------------------------------------------------- what one asks
 
@@ -262,8 +291,20 @@ class Town:
         """A message of the test's own, as it should be."""
         return encode(self.header(body, speaker=speaker, member=member, epoch=epoch), body)
 
+    async def counters(self, name: str) -> dict[str, int]:
+        """A worker's counters, asked over its own socket: all members of an instance answer on the bus."""
+
+        def ask() -> dict[str, object]:
+            with self.workers[name].client() as client:
+                return client.stats()
+
+        answer = await asyncio.to_thread(ask)
+        return {key: int(value) for key, value in answer.items() if isinstance(value, int | float)}
+
     async def stats(self, name: str) -> dict[str, int]:
-        """An instance's counters, asked over the bus."""
+        """An instance's counters, asked over the bus; those of one member of several from itself."""
+        if "/" in name:
+            return await self.counters(name)
         data = await self.bus.request(TOPICS.query(name, Query.STATS), self.encoded(StatsAsked()), wait_s=10)
         assert isinstance(data, bytes), f"{name} does not answer: {data}"
         body = decode(data).body

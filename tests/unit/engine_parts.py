@@ -67,7 +67,11 @@ class SmallDesk:
         names = self._names(ids, salt)
         pins.pin(names)
         self._handles[pins.set_id] = (names, pins)
-        return Matched(pins.set_id, pins.pages)
+        return Matched(pins.set_id, pins.pages, self.pool.memory.digests.of(pins.pages))
+
+    def spoiled(self, handle: int, block: int) -> None:
+        pages = self._handles[handle][1].pages
+        assert self.pool.quarantine((pages[block],)) == 1
 
     def alloc(self, handle: int, first_block: int, count: int) -> Allocated | Refusal:
         names, pins = self._handles[handle]
@@ -96,6 +100,9 @@ class SmallDesk:
             raise PeerError("no such handle", handle=handle)
         self._workers_own.discard(handle)
         self._handles.pop(handle)[1].drop()
+
+    def forget(self) -> int:
+        return self.pool.forget_names()
 
     def hand_over(self, handle: int) -> None:
         if handle not in self._handles:
@@ -165,6 +172,9 @@ class DeskCalls:
 
     def release(self, handle: int) -> None:
         self._desk.release(handle)
+
+    def forget(self) -> int:
+        return self._desk.forget()
 
 
 class Worker:

@@ -78,7 +78,7 @@ def made(body: Body, *, instance: str = "b", epoch: int = 7, s: int = 1_000, aft
     return decode(encode(header, body))
 
 
-def line(ticket: int, bits: Fact, **more: int) -> FactsSeen:
+def line(ticket: int, bits: int, **more: int) -> FactsSeen:
     return FactsSeen(
         n=1,
         ticket=column([ticket], 8),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -81,6 +82,36 @@ def test_an_instance_is_not_its_own_source() -> None:
     with pytest.raises(ConfigError, match="source_allow names 'b' itself"):
         checked_settings(**GOOD, limits={"source_allow": ("a", "b")})
     assert checked_settings(**GOOD, limits={"source_allow": ("a",)}).limits.source_allow == ("a",)
+
+
+# R23
+@pytest.mark.parametrize("members", [(), ("m0",)])
+def test_an_instance_has_one_member_unless_more_are_named(members: tuple[str, ...]) -> None:
+    settings = checked_settings(**GOOD, members=members, engine_options={"seed": 1})
+    assert settings.ranks == {"m0": 0}
+    assert settings.options_for_engine == {"seed": 1}, "an engine on its own is told of no rank"
+
+
+def test_a_members_place_is_its_rank_and_a_toy_is_told() -> None:
+    settings = checked_settings(**GOOD, member="y", members=("x", "y", "z"), engine_options={"seed": 1})
+    assert settings.ranks == {"x": 0, "y": 1, "z": 2}
+    assert settings.options_for_engine == {"rank": 1, "ranks": 3, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"members": ("m1", "m2")}, "members are m1, m2, and member 'm0' is none of them"),
+        ({"members": ("m0", "m1", "m0")}, "m0 stands there twice"),
+        ({"members": ("m0", "")}, "setting members does not fit"),
+        ({"members": ("m0", "x" * 65)}, "setting members does not fit"),
+        ({"members": "m0,m1"}, "setting members does not fit"),
+        ({"members": ("m0", "m1"), "engine": "transformers"}, "the transformers engine has one rank"),
+    ],
+)
+def test_members_that_do_not_fit_are_named(values: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        checked_settings(**GOOD, **values)
 
 
 def test_no_error_shows_the_brokers_token() -> None:

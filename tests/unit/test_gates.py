@@ -209,6 +209,7 @@ class TestCoverageGate:
 
 def _coverage_verdict(folder: Path, *, ledger: int, topics: int, events: int | None) -> int:
     percents = {"kvbus/ledger/holder.py": ledger, "kvbus/topics.py": topics, "kvbus/events.py": events}
+    percents["kvbus/settling.py"] = 100
     files = {
         name: {"summary": {"num_statements": 100, "covered_lines": percent}}
         for name, percent in percents.items()

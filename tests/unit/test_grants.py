@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbus.codec import pack
+from kvbus.codec import pack, unpack
 from kvbus.errors import PeerError
 from kvbus.events import ProcessIdentity, ReaderKey, column
 from kvbus.grants import (
@@ -138,10 +138,51 @@ def test_a_grant_too_long_for_one_answer_is_not_sealed() -> None:
         ({"pages": b"12345"}, "multiple of its width"),
         ({"counters": column((2, 3, 6), 8)}, "not sealed"),
         ({"counters": column((2, 0, 6), 8)}, "not sealed"),
+        ({"digests": column((7, 8), 8)}, "3 pages but 2 digests"),
+        ({"digests": column((7, 8, 9, 10), 8)}, "3 pages but 4 digests"),
+        ({"digests": b""}, "3 pages but 0 digests"),
+        ({"digests": b"12345"}, "multiple of its width"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:  # contract 47
     assert reason in (refusal(grant(**changes), EXPECTED) or "accepted")
+
+
+def test_digests_travel_with_a_grant_and_a_forged_one_breaks_the_signature() -> None:  # contract 47
+    # Planted fault that this catches: a signature over the grant without its digests.
+    lender = LenderKey.generate()
+    digests = column((7, 1 << 63, 9), 8)
+    data, signature = lender.seal(grant(digests=digests))
+    received = unseal(data, signature, lender.verify_key)
+    assert received.page_digests() == (7, 1 << 63, 9)
+    assert refusal(received, EXPECTED) is None
+    assert data.count(digests) == 1
+    forged = data.replace(digests, column((8, 1 << 63, 9), 8))
+    with pytest.raises(PeerError, match="not signed by its lender"):
+        unseal(forged, signature, lender.verify_key)
+
+
+def test_a_grant_without_digests_is_what_it_was_before_there_were_any() -> None:
+    data, _ = LenderKey.generate().seal(grant())
+    assert "digests" not in unpack(data)
+    assert grant().page_digests() == ()
+
+
+def test_a_grant_of_a_later_version_is_read_without_what_is_unknown() -> None:
+    lender = LenderKey.generate()
+    document = {**grant().model_dump(exclude_none=True), "digests_of_a_later_kind": b"12345678"}
+    data, signature = signed(lender, document)
+    assert unseal(data, signature, lender.verify_key) == grant()
+
+
+def test_a_grant_with_digests_has_room_for_nine_thousand_pages() -> None:
+    def large(pages: int) -> Grant:
+        rows = range(1, pages + 1)
+        return grant(pages=column(rows, 4), counters=column(rows, 8), digests=column(rows, 8))
+
+    assert len(LenderKey.generate().seal(large(9_000))[0]) <= GRANT_LENGTH_MAX_BYTES
+    with pytest.raises(ValueError, match="lend fewer pages"):
+        LenderKey.generate().seal(large(10_000))
 
 
 def test_a_shorter_grant_is_a_prefix_and_fits() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -73,6 +74,7 @@ def test_a_reused_pid_is_not_mistaken_for_the_process_that_had_it() -> None:  # 
 def test_no_pidfd_is_left_open_when_a_pid_was_reused() -> None:
     with child() as process:
         before = identity(process.pid).model_copy(update={"start_ticks": 0})
+        gc.collect()  # what other tests left must not be closed in between
         open_files = len(list(Path("/proc/self/fd").iterdir()))
         assert open_pidfd(before) is None
         assert len(list(Path("/proc/self/fd").iterdir())) == open_files

@@ -1,0 +1,234 @@
+"""The destination: this process's pool, ledger and readers, and whole transfers through them.
+
+A transfer is everything from the write lease and the question to the source until the bytes are known to be whole:
+look-up and pins at the source, the signed grant, its checks, the reading, the generations read after it, the facts.
+The lease's return is waited for as well, but not counted: the pages are of use before.
+"""
+
+import itertools
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from dataplane_socket import TCP_ONLY, Plain, layout, views_of
+from planes.cases import Case, local_pages
+from planes.source import BLOCK_TOKENS, FRAME, LENDERS, SALT, SOURCE_EPOCH, VOCAB_SIZE, Told, Unrecorded, tokens_of
+
+from kvbus.dataplane.memory import MemoryReader
+from kvbus.dataplane.reading import ReadOrder
+from kvbus.dataplane.socket_reader import SocketReader
+from kvbus.dataplane.ucx import UcxPlane, UcxReader
+from kvbus.events import Header, LeaseReleased, LendAnswered, LendRequested, ReaderKey, decode, encode
+from kvbus.grants import Expected, refusal, unseal
+from kvbus.ledger.agreement import Agreement, Party
+from kvbus.ledger.binding import Binding
+from kvbus.ledger.facts import RESULT_BITS, Fact, LeaseFacts
+from kvbus.ledger.holder import LeaseHolder
+from kvbus.ledger.types import Backend, Direction, SubmitMode
+from kvbus.parts import Body
+from kvbus.pool.lease import PoolLease
+from kvbus.processes import identity
+from kvbus.roles.poolside import PoolSide
+from kvbus.roles.rounds import Rounds
+
+LOCAL_EPOCH = 9 << 32 | 1
+TRANSFER_WAIT_S = 60.0
+"""Of one transfer; a gigabyte over the slowest transport takes two seconds."""
+WAYS = {
+    "kvbus": ("ucx", "ucx"),
+    "kvbus-memory": ("ucx", "memory"),
+    "kvbus-socket": ("ucx", "socket"),
+    "kvbus-ucx-tcp": ("ucx-tcp", "ucx"),
+}
+"""By contestant: which lender is asked, and for which transport."""
+
+
+class Watched(Unrecorded):
+    """Notes when a ticket's result was reported, and what was said of it."""
+
+    def __init__(self) -> None:
+        self.ended_at: dict[int, float] = {}
+        self.bits: dict[int, int] = {}
+        self.texts: dict[int, str] = {}
+
+    def facts(self, facts: LeaseFacts) -> None:
+        """Take one batch."""
+        now = time.perf_counter()
+        for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+            self.bits[ticket] = bits
+            if bits & RESULT_BITS:
+                self.ended_at.setdefault(ticket, now)
+        for detail in facts.details:
+            self.texts[detail.ticket] = detail.text
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What came of one transfer: which pages arrived whole, after how many seconds that was known, and why not all."""
+
+    arrived: tuple[bool, ...]
+    seconds: float
+    text: str
+
+
+class Destination:
+    """One pool with a reader for each of kvbus's transports."""
+
+    def __init__(self, page_bytes: int, pages: int, told: Told, path: Path) -> None:
+        self.told = told
+        self.pool = PoolSide.create(
+            layout(page_bytes), pages=pages, tokens_max=BLOCK_TOKENS, vocab_size=VOCAB_SIZE, epoch=LOCAL_EPOCH
+        )
+        self.pool.memory.export()
+        self.names = self.pool.names(tokens_of(pages), SALT)
+        self.woken = threading.Event()
+        self.planes = [UcxPlane(wake=self.woken.set, settings=settings) for settings in ({}, TCP_ONLY)]
+        for plane in self.planes:
+            plane.start()
+            plane.register(self.pool.memory)
+        sockets = SocketReader(wake=self.woken.set)
+        sockets.start()
+        sockets.register(self.pool.memory)
+        memory = MemoryReader(wake=self.woken.set)
+        memory.start()
+        memory.register(self.pool.memory)
+        by_ucx, by_tcp = (UcxReader(plane, wake=self.woken.set) for plane in self.planes)
+        self.readers: dict[str, Backend] = {
+            "kvbus": by_ucx,
+            "kvbus-memory": memory,
+            "kvbus-socket": sockets,
+            "kvbus-ucx-tcp": by_tcp,
+        }
+        self.watched = Watched()
+        self.holder = LeaseHolder(
+            bindings=[Binding(name, reader, Direction.WRITE) for name, reader in self.readers.items()],
+            lenders=[self.pool.lender],
+        )
+        self.rounds = Rounds(
+            holder=self.holder,
+            agreement=Agreement(term=LOCAL_EPOCH),
+            sink=self.watched,
+            member="m0",
+            epoch=LOCAL_EPOCH,
+        )
+        self.process = identity()
+        self.questions = socket.socket(socket.AF_UNIX)
+        self.questions.connect(str(path))
+        self.answers = self.questions.makefile("rb")
+        self.numbers = itertools.count(1)
+        self.kept: list[PoolLease] = []
+
+    # --------------------------------------------------------------------------------------------------- the pages
+
+    def keep_free(self, pages: list[int]) -> None:
+        """Keep all pages but these out of the pool's hands, so that each transfer of a case fills these."""
+        for lease in self.kept:
+            lease.release()  # its view was never seen, so that its page is free at once
+        count = self.pool.memory.page_count
+        leases = {lease.pages[0]: lease for lease in (self.one_page() for _ in range(count))}
+        for page in pages:
+            leases.pop(page).release()
+        self.kept = list(leases.values())
+
+    def one_page(self) -> PoolLease:
+        """Take some page out of the pool."""
+        return self.pool.lender.lend_write(None, (0,), for_peer=False, salt=SALT)
+
+    # ------------------------------------------------------------------------------------------------- one transfer
+
+    def move(self, contestant: str, count: int) -> float:
+        """Have so many pages brought; return the seconds until they were delivered. RuntimeError where one was not."""
+        brought = self.bring(contestant, count)
+        self.pool.lender.evict(self.names[:count])
+        if brought.arrived != (True,) * count:
+            raise RuntimeError(f"{contestant}: {count} pages were asked for: {brought.text}")
+        return brought.seconds
+
+    def bring(self, contestant: str, count: int) -> "Brought":
+        """Run one whole transfer, whatever comes of it; RuntimeError where it does not end."""
+        names, transfer = self.names[:count], f"t{next(self.numbers)}"
+        which, transport = WAYS[contestant]
+        holder, rounds, watched = self.holder, self.rounds, self.watched
+        self.woken.clear()
+        began = time.perf_counter()
+        lease = self.pool.lender.lend_write(names, range(count), prompt_blocks=count, salt=SALT)
+        mode = SubmitMode(contestant, Direction.WRITE)
+        ticket = holder.take(lease, mode, now=time.monotonic(), peer="A", transfer=transfer)
+        parties = (Party("m0", LOCAL_EPOCH, 0, ticket),)
+        rounds.decide(lambda agreement: agreement.open(transfer, parties))
+        rounds.run()
+        order = self.ask(transfer, names, which, transport)
+        holder.assign(ticket, order)
+        rounds.run()
+        deadline = time.monotonic() + TRANSFER_WAIT_S
+        while holder.bits(ticket) and time.monotonic() < deadline:
+            self.woken.wait(0.05)
+            self.woken.clear()
+            rounds.run()
+        if not watched.bits[ticket] & Fact.RETURNED:
+            raise RuntimeError(f"{contestant}: the transfer did not end within {TRANSFER_WAIT_S:g} s")
+        self.said(which, LeaseReleased(key=order.grant.reader, nonce=order.grant.nonce))  # as over the bus, each time
+        text, ended_at = watched.texts.pop(ticket, ""), watched.ended_at.pop(ticket)
+        del watched.bits[ticket]
+        return Brought(lease.arrived or (), ended_at - began, text)
+
+    def ask(self, transfer: str, names: tuple[bytes, ...], which: str, transport: str) -> ReadOrder:
+        """Ask the source, and check its grant as a worker does."""
+        layout_ = self.pool.layout
+        key = ReaderKey(instance="B", member="m0", epoch=LOCAL_EPOCH, transfer=transfer, attempt=1, rank=0)
+        body = LendRequested(
+            key=key,
+            nonce=secrets.token_bytes(16),
+            fingerprint=layout_.fingerprint(),
+            names=b"".join(names),
+            first_block=0,
+            salt=SALT,
+            on_miss="fail",
+            budget_s=TRANSFER_WAIT_S,
+            wait_s=0.0,
+            process=self.process,
+            source_epoch=SOURCE_EPOCH,
+            transports=(transport,),
+        )
+        answer = self.said(which, body)
+        if not isinstance(answer, LendAnswered) or answer.status != "granted":
+            raise RuntimeError(f"the source did not lend: {answer}")
+        grant = unseal(answer.grant, answer.signature, self.told.verify_key)
+        expected = Expected(key, "A", SOURCE_EPOCH, layout_.fingerprint(), layout_.page_bytes, len(names))
+        if text := refusal(grant, expected):
+            raise RuntimeError(f"the grant is refused: {text}")
+        return ReadOrder(grant, expected)
+
+    def said(self, which: str, body: Body) -> object:
+        """Return what a lender answers to a message."""
+        header = Header(k=body.KIND, i="B", m="m0", e=LOCAL_EPOCH, s=next(self.numbers), t=time.time_ns())
+        data = encode(header, body)
+        self.questions.sendall(FRAME.pack(LENDERS.index(which), len(data)) + data)
+        _, length = FRAME.unpack(self.answers.read(FRAME.size))
+        return decode(self.answers.read(length)).body
+
+    def lanes(self) -> dict[str, list[str]]:
+        """Return UCX's transports by contestant, once connected."""
+        found = {}
+        for name, reader in self.readers.items():
+            if isinstance(reader, UcxReader):
+                found[name] = [lane for lanes in reader.statistics().lanes.values() for lane in lanes]
+        return found
+
+    def close(self) -> None:
+        """End the readers and their threads."""
+        for reader in self.readers.values():
+            reader.shutdown(5.0)
+            reader.release_hold()
+        self.questions.close()
+
+
+def plain_of(destination: Destination, pipe: Connection, case: Case, source_pages: list[int]) -> Plain:
+    """Return a plain socket over which the source sends a case's pages."""
+    pipe.send(("serve", source_pages))
+    local = local_pages(destination.pool.memory.page_count, case.count, contiguous=case.contiguous)
+    return Plain(pipe.recv(), views_of(destination.pool.memory, local))
