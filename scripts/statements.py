@@ -134,7 +134,6 @@ OPEN = {
     "P20": "A worker acknowledges what it took; there is no durable claim beside the queue yet.",
     "P23": "Nothing asks the queue for requests that ran out of deliveries yet.",
     "P24": "The queue bounds its messages in all, not for each destination yet.",
-    "P25": "A named head makes members read; that only the broker repeats live needs permissions, not set yet.",
 }
 """Statements that cannot be proved here yet, wholly or in part, each with the reason."""
 

@@ -19,7 +19,7 @@ from kvbus.ledger.types import Direction, Order, SubmissionRejectedError
 from kvbus.parts import ProcessIdentity
 from kvbus.pool.digests import DigestMode
 from kvbus.pool.generations import RECORD_BYTES
-from kvbus.pool.memory import PoolMemory
+from kvbus.pool.memory import PoolMemory, PoolPlan
 
 RUN_BYTES_MAX = 8 << 20
 """One get: longer ones gain no speed (2 MiB runs already reach the speed of 1 GiB), and would delay a cancel."""
@@ -236,7 +236,18 @@ def _grant_refusal(hint: ReadOrder, order: Order, local: LocalPool) -> str | Non
         return f"pages of layout {asked.fingerprint} were asked for, the registered pool has {local.fingerprint}"
     else:
         expected = replace(asked, names_asked=min(asked.names_asked, rows))
-    return refusal(grant, expected)
+    return refusal(grant, expected) or _misplaced(grant, local)
+
+
+def _misplaced(grant: Grant, local: LocalPool) -> str | None:
+    """Return what of a grant's geometry no pool of this layout has: bytes would come from shifted places."""
+    stated = grant.pool
+    own = PoolPlan.sized(stated.page_count, page_bytes=local.page_bytes, page_stride=local.page_stride)
+    for name in ("page_stride", "generations_offset", "pages_offset", "length_bytes"):
+        granted, expected = getattr(stated, name), getattr(own, name)
+        if granted != expected:
+            return f"{name} of the granted pool is {granted}, expected {expected} for {stated.page_count} pages"
+    return None
 
 
 def _local_refusal(order: Order, local: LocalPool) -> str | None:

@@ -69,15 +69,20 @@ class PoolPlan:
     @classmethod
     def of(cls, layout: PageLayout, page_count: int) -> "PoolPlan":
         """Return the one plan that a layout and a page count give."""
+        return cls.sized(page_count, page_bytes=layout.page_bytes, page_stride=layout.page_stride)
+
+    @classmethod
+    def sized(cls, page_count: int, *, page_bytes: int, page_stride: int) -> "PoolPlan":
+        """Return the one plan for so many pages of a size and a stride."""
         table_end = HEADER_BYTES + RECORD_BYTES * page_count
         pages_offset = -(-table_end // STRIDE_UNIT_BYTES) * STRIDE_UNIT_BYTES
         return cls(
             page_count=page_count,
-            page_bytes=layout.page_bytes,
-            page_stride=layout.page_stride,
+            page_bytes=page_bytes,
+            page_stride=page_stride,
             generations_offset=HEADER_BYTES,
             pages_offset=pages_offset,
-            length_bytes=pages_offset + layout.page_stride * page_count,
+            length_bytes=pages_offset + page_stride * page_count,
         )
 
 

@@ -35,6 +35,7 @@ from kvbus.ledger.types import (
     SubmissionRejectedError,
 )
 from kvbus.pool.generations import RECORD_BYTES, decode
+from kvbus.pool.memory import HEADER_BYTES, PoolPlan
 
 READER = ReaderKey(instance="B", member="m0", epoch=9, transfer="t1", attempt=1, rank=0)
 PAGE = 64
@@ -42,11 +43,12 @@ EPOCH = 5
 
 
 def geometry(pages: int, page_bytes: int = PAGE, stride: int = PAGE) -> PoolGeometry:
+    own = PoolPlan.sized(pages, page_bytes=page_bytes, page_stride=stride)
     return PoolGeometry(
         base=1 << 20,
-        length_bytes=RECORD_BYTES * pages + stride * pages,
-        generations_offset=0,
-        pages_offset=RECORD_BYTES * pages,
+        length_bytes=own.length_bytes,
+        generations_offset=own.generations_offset,
+        pages_offset=own.pages_offset,
         page_stride=stride,
         page_bytes=page_bytes,
         page_count=pages,
@@ -54,9 +56,8 @@ def geometry(pages: int, page_bytes: int = PAGE, stride: int = PAGE) -> PoolGeom
 
 
 def local(pages: int, page_bytes: int = PAGE, stride: int = PAGE) -> LocalPool:
-    return LocalPool(
-        "f1", 1 << 30, RECORD_BYTES * pages + stride * pages, RECORD_BYTES * pages, stride, page_bytes, pages
-    )
+    own = PoolPlan.sized(pages, page_bytes=page_bytes, page_stride=stride)
+    return LocalPool("f1", 1 << 30, own.length_bytes, own.pages_offset, stride, page_bytes, pages)
 
 
 def grant(geometry_: PoolGeometry, rows: tuple[int, ...], **changes: object) -> Grant:
@@ -101,7 +102,8 @@ def carry_out(checked: Plan, limits: Limits, source: bytes, target: bytearray) -
 def source_bytes(pool: PoolGeometry) -> bytearray:
     memory = bytearray(pool.length_bytes)
     for page in range(pool.page_count):
-        memory[RECORD_BYTES * page : RECORD_BYTES * (page + 1)] = record_of(EPOCH, 2 * page + 2)
+        at = pool.generations_offset + RECORD_BYTES * page
+        memory[at : at + RECORD_BYTES] = record_of(EPOCH, 2 * page + 2)
         start = pool.pages_offset + pool.page_stride * page
         memory[start : start + pool.page_bytes] = struct.pack("<I", page + 1) * (pool.page_bytes // 4)
     return memory
@@ -112,26 +114,25 @@ def source_bytes(pool: PoolGeometry) -> bytearray:
     pages=st.lists(st.integers(0, 47), min_size=1, max_size=48, unique=True),
     shuffled=st.randoms(use_true_random=False),
     is_contiguous=st.booleans(),
-    source_stride=st.sampled_from([PAGE, PAGE + 16]),
+    stride=st.sampled_from([PAGE, PAGE + 16]),
     run_bytes=st.sampled_from([16, PAGE, 3 * PAGE, 1 << 20]),
     segment_bytes=st.sampled_from([1, 5 * PAGE, 1 << 20]),
 )
 def test_a_plan_moves_each_page_to_its_place_and_touches_nothing_else(
-    *, pages: list[int], shuffled: object, is_contiguous: bool, source_stride: int, run_bytes: int, segment_bytes: int
+    *, pages: list[int], shuffled: object, is_contiguous: bool, stride: int, run_bytes: int, segment_bytes: int
 ) -> None:
     source_pages = tuple(sorted(pages) if is_contiguous else pages)
     targets = list(range(48))
     if not is_contiguous:
         shuffled.shuffle(targets)  # type: ignore[attr-defined]
-    pool = geometry(48, stride=source_stride)
-    place = local(48)
+    pool, place = geometry(48, stride=stride), local(48, stride=stride)
     checked = plan(order(ReadOrder(grant(pool, source_pages)), tuple(targets[: len(pages)])), place, "ucx")
     source, target = source_bytes(pool), bytearray(place.length_bytes)
     rows = carry_out(checked, Limits(run_bytes, segment_bytes), bytes(source), target)
     assert sorted(rows) == list(range(len(pages)))
     wanted = bytearray(place.length_bytes)
     for row, page in enumerate(source_pages):
-        start = place.pages_offset + PAGE * targets[row]
+        start = place.pages_offset + stride * targets[row]
         wanted[start : start + PAGE] = struct.pack("<I", page + 1) * (PAGE // 4)
     assert target == wanted
 
@@ -173,7 +174,7 @@ def test_records_far_apart_never_overflow_the_scratch() -> None:
         assert sum(span.length_bytes for span in segment.spans) <= SCRATCH_BYTES
         for row, at in zip(segment.rows, segment.records, strict=True):
             span = next(span for span in segment.spans if span.local <= at < span.local + span.length_bytes)
-            assert span.source + at - span.local == RECORD_BYTES * pages[row]
+            assert span.source + at - span.local == HEADER_BYTES + RECORD_BYTES * pages[row]
 
 
 def test_a_record_counts_only_if_it_is_the_grants() -> None:  # P1, P2
@@ -215,9 +216,11 @@ WIDE = geometry(8)
         ({"fingerprint": "f2"}, "fingerprint is f2"),
         ({"rank": 1}, "for rank 1"),
         ({"pool": WIDE.model_copy(update={"pages_offset": 8})}, "overlaps the pages"),
-        ({"pool": WIDE.model_copy(update={"page_count": 9})}, "overlaps the pages"),
+        ({"pool": WIDE.model_copy(update={"page_count": 9})}, "do not fit the pool"),
         ({"pool": WIDE.model_copy(update={"length_bytes": 500})}, "do not fit the pool"),
         ({"pool": WIDE.model_copy(update={"page_bytes": 128, "page_stride": 128})}, "expected 64"),
+        ({"pool": WIDE.model_copy(update={"pages_offset": WIDE.pages_offset - 1})}, "pages_offset of the granted pool"),
+        ({"pool": WIDE.model_copy(update={"generations_offset": 4_088})}, "generations_offset of the granted pool"),
         ({"ucx": None}, "offers no ucx access"),
     ],
 )
