@@ -128,6 +128,8 @@ class Pace:
     def __init__(self, rate_limit_bytes_s: float | None) -> None:
         self._rate = rate_limit_bytes_s
         self.is_limited = rate_limit_bytes_s is not None
+        self.operations = 0
+        """How many were noted so far: whoever shares a limit fairly asks whose the last one was."""
         self._free_at = 0.0
 
     def wait_s(self, now: float) -> float:
@@ -136,6 +138,7 @@ class Pace:
 
     def spend(self, length_bytes: int, now: float) -> None:
         """Note an operation that starts now."""
+        self.operations += 1
         if self._rate is not None:
             self._free_at = max(self._free_at, now) + length_bytes / self._rate
 

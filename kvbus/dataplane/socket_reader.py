@@ -201,11 +201,17 @@ class SocketReader:
         os.close(self._event_fd)
 
     def _step(self) -> float:
-        """Drive every link once, a different one first each time, so that a shared rate limit starves none."""
+        """Drive every link once; one that asked for bytes comes last next time, so that a shared limit starves none.
+
+        Taking turns by steps would not do: where each answer brings two steps, every second link would get nothing.
+        """
         now, sleep_s = time.monotonic(), IDLE_S
-        self._stepped.rotate(-1)
         for link in tuple(self._stepped):
+            asked = self._pace.operations
             wish = link.step(now)
+            if self._pace.operations != asked:
+                self._stepped.remove(link)
+                self._stepped.append(link)
             if wish is not None:
                 sleep_s = min(sleep_s, wish)
             if link.closed:

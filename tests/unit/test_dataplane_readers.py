@@ -155,8 +155,11 @@ def test_two_peers_share_a_rate_limit(maker: Maker, lender: LendingProcess) -> N
         def moved(pages: range) -> int:
             return sum(int((side.memory.page_bytes(page) != 0).sum()) for page in pages)
 
-        wait_until(lambda: moved(range(200)) > 40 * PAGE_BYTES)
-        first, second = moved(range(100)), moved(range(100, 200))
+        one, two = range(100), range(100, 200)
+        wait_until(lambda: moved(one) > 0 and moved(two) > 0)  # a connection takes its time: until then one has it all
+        before = moved(one), moved(two)
+        wait_until(lambda: moved(range(200)) > sum(before) + 40 * PAGE_BYTES)
+        first, second = moved(one) - before[0], moved(two) - before[1]
         assert min(first, second) > max(first, second) / 4
         side.reader.shutdown(10.0)
 
