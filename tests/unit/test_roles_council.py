@@ -379,7 +379,7 @@ async def test_what_strangers_and_other_instances_say_changes_nothing() -> None:
     await house.broker.connect().publish(TOPICS.shares("i"), b"\x00")
     await house.broker.connect().publish(TOPICS.heartbeat("i"), b"\x00")
     await house._arrived()
-    assert first.council.statistics.malformed == 2
+    assert first.council.statistics.malformed == 3
     assert first.council._log.told_term == first.council.book.term
     assert first.council._council is not None
     assert not first.council._council.outranked_by
