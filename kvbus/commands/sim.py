@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import click
 from rich.console import Console
@@ -88,7 +89,9 @@ def sim(
 
     With --hole, play a scripted interleaving instead: the one against which a rule of the protocol stands.
     """
-    logging.getLogger("kvbus").setLevel(logging.CRITICAL)  # refusals and retries, thousands of them, on purpose
+    logger = logging.getLogger("kvbus")
+    click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.CRITICAL)  # refusals and retries, thousands of them, on purpose
     if holes:
         return list_holes()
     if hole:

@@ -9,7 +9,9 @@ import sys
 from contextlib import closing
 
 import pytest
+from click.testing import CliRunner
 
+from kvbus.commands.sim import sim
 from kvbus.testing.sim.batches import batches_of
 from kvbus.testing.sim.jobs import results
 from kvbus.testing.sim.plants import planted
@@ -128,3 +130,11 @@ def test_a_replay_of_something_else_is_refused_with_a_sentence() -> None:
     ran = subprocess.run(command, capture_output=True, check=False)
     assert ran.returncode == 2
     assert b"SEED:STEP" in ran.stderr
+
+
+def test_the_command_leaves_the_loggers_as_they_were() -> None:
+    logger = logging.getLogger("kvbus")
+    before = logger.level
+    result = CliRunner().invoke(sim, ["--holes"])
+    assert result.exit_code == 0
+    assert logger.level == before
