@@ -1,5 +1,6 @@
 """Which transports a member opens, and what it offers to whom."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_auto_takes_all_that_is_there(tmp_path: Path) -> None:
 
 
 def test_auto_goes_without_ucx_where_it_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvbus")
     with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
         assert moving.transports == ("memory", "socket")
         assert moving.access.names() == ("memory", "socket")
