@@ -124,7 +124,7 @@ def worker_apart(running: Up) -> Iterator[None]:
 
 
 def test_a_reader_in_another_container_takes_the_socket_and_the_doctor_said_so(tmp_path: Path) -> None:
-    with up(tmp_path, "--instances", "a,c") as running, worker_apart(running):
+    with up(tmp_path, "--instances", "a,c", "--transport", "auto") as running, worker_apart(running):
         checks = checks_of(kvbus("doctor", "--json", state=tmp_path))
         told = stage(running, "apart")
     assert checks["b/m0"]["level"] == "ok"
