@@ -75,7 +75,7 @@ def test_more_members_agree_too_in_a_storm(ranks: int) -> None:
     print(f"seed {FRESH_SEED}")  # noqa: T201 - a failure shows it
     require_clean(result, 150)
     assert result.faults["crashes"] > 1
-    assert seen["terms_led"] > 2
+    assert seen["terms_led"] >= 2  # by each instance at least once
 
 
 @pytest.mark.slow
