@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint style types imports sizes words format model mutants bench bench-peers chaos-data clean distclean
+.PHONY: help setup demo test lint style types imports sizes words format model mutants bench bench-peers chaos-data fuzz chaos-broker cluster clean distclean
 .NOTPARALLEL:
 
 help: ## say what there is
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "setup: using $$("$$python" --version) ($$python)"; \
 	"$$python" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,transformers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,gateway,transformers,dev]'
 	@touch $@
 
 demo: setup ## get the model, then move a real prompt's KV from one instance to another
@@ -92,6 +92,16 @@ bench-peers: setup ## install what bench/dataplane.py measures beside kvbus (NIX
 
 chaos-data: setup ## kill, stop, forge and cancel between real processes, as a table (ARGS="--only 'source killed'")
 	$(BIN)/python -m bench.chaos_data $(ARGS)
+
+cluster: setup ## bring up the stories of compose/ on real containers and break them, as a table (ARGS="--only partition")
+	@status=0; $(BIN)/python -m tests.cluster $(ARGS) || status=$$?; \
+	if [ $$status = 3 ]; then exit 0; fi; exit $$status # 3: there is no engine here, and it said so
+
+chaos-broker: setup ## kill, empty, stop and deny the broker under load, as a table (ARGS="--only 'lame duck'")
+	$(BIN)/python -m bench.chaos_broker $(ARGS)
+
+fuzz: setup ## a million inputs to everything that reads what others wrote (ARGS="--seed 7 --only topics")
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 clean: ## remove caches and what test runs leave
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache htmlcov test-results

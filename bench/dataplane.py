@@ -3,7 +3,9 @@
 All contestants move the same pages between the same two pools, take turns in one run, and are checked byte by byte once
 for each case. `raw` is process_vm_readv and nothing else: the limit. The kvbus rows are whole transfers: from the
 question for a lease to pages that are known to be whole, with look-up, pins, generations, a signed grant and its
-checks; only the bus is left out. NIXL makes, posts and awaits a READ over prepared lists, Mooncake reads in batches
+checks; only the bus is left out. `kvbus` is what a worker does unless it is told otherwise: it is offered all
+transports, and takes the one that its planner finds cheapest for these pages; which one that was is said, too. The
+others may use one transport only. NIXL makes, posts and awaits a READ over prepared lists, Mooncake reads in batches
 over TCP; `make bench-peers` installs both. Medians are printed, and shares of the limit measured side by side.
 
 Processor time is that of both processes of a contestant; the best round is the one that was disturbed least. The load
@@ -87,7 +89,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     for group in groups_of(options):
         with stage_for(group, names) as stage:
             for case in group:
-                cases.append(case_document(case, measure(stage, case, names, options.budget)))
+                taken = measure(stage, case, names, options.budget)
+                cases.append(case_document(case, taken, stage.destination.ways.get("kvbus", "")))
                 say(case_text(cases[-1]))
             lanes |= stage.destination.lanes()
     document: dict[str, object] = {

@@ -9,9 +9,8 @@ that closed is replaced (`kvbus.bus_link`) with all its subscriptions.
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,11 +22,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus import bus_guards as guards
-from kvbus.bus_access import Access, Denials, DeniedError, TlsFiles, denied
+from kvbus.bus_access import Access, Denials, TlsFiles, denied
+from kvbus.bus_answers import Answers, Pulled, first
 from kvbus.bus_assets import AssetLimits, Assets, WorkLimits
 from kvbus.bus_guards import CONNECT_BUDGET_S, Crew, Tally, within
 from kvbus.bus_jetstream import CALL_S, Fetched, JetStream
-from kvbus.bus_link import RETRY_MAX_S, RETRY_MIN_S, Link, RunningSubscription
+from kvbus.bus_link import RETRY_MAX_S, RETRY_MIN_S, Link
+from kvbus.bus_routes import Routes
 from kvbus.bus_streams import StreamCalls
 from kvbus.errors import BusError
 from kvbus.permissions import INBOX, User
@@ -49,21 +50,12 @@ T = TypeVar("T")
 _ATTEMPT_S = 2
 _PING_S, _PINGS_MISSED = 3, 2  # a half-open connection is found within ten seconds; the client's own is six minutes
 _PENDING_MAX_BYTES = 8 << 20  # eight of the largest messages; the client's own 2 MiB hold two
+_BUFFERED_CALM_BYTES = 1 << 20  # an eighth: below it a publish only appends to the client's buffer, and cannot wait
 _DRAIN_S = 5
 _CLOSED_GRACE_S = 0.5  # a closed client fails its calls at once
 _ANSWERS_MAX = 64  # in progress at once: as many as a destination runs transfers; more requests wait their turn
-_QUEUED_MAX, _QUEUED_MAX_BYTES = 8_192, 64 << 20  # beyond it a slow handler's messages drop, counted
+_NOBODY_LISTENS = "503"
 _PULL_ENDED = frozenset({"404", "408"})  # nothing there; the wait is over
-
-
-@dataclass(slots=True, eq=False)
-class _Route:
-    """A subscription that outlives the client it runs on."""
-
-    subject: str
-    on_message: Callable[[Msg], Awaitable[None]]
-    active: NatsSubscription | None = None
-    deaf: bool = False  # denied by the broker
 
 
 class NatsBus(StreamCalls):
@@ -78,10 +70,14 @@ class NatsBus(StreamCalls):
         self._denials = Denials()
         self._prefix = topics.prefix
         self._tally = Tally(_log)
-        self._link: Link[NatsClient] = Link(guards.shown(url), self._tally, self._open, self._mend)
+        self._routes: Routes[Msg] = Routes(
+            self._call, self._denials, lambda: self._link.client, lambda: self._link.connected
+        )
+        self._link: Link[NatsClient] = Link(guards.shown(url), self._tally, self._open, self._routes.mend)
         self._streams = JetStream(self, Assets(topics, limits), work, self._tally)
-        self._routes: list[_Route] = []
-        self._inboxes: dict[tuple[str, str], NatsSubscription] = {}
+        self._inboxes: dict[tuple[str, str], tuple[Pulled[Msg], NatsSubscription]] = {}
+        self._answers: Answers[Msg] = Answers()
+        self._answer_inbox = ""
         self._answering = Crew(_ANSWERS_MAX)
 
     @classmethod
@@ -99,7 +95,10 @@ class NatsBus(StreamCalls):
         limits: AssetLimits | None = None,
         work: WorkLimits | None = None,
     ) -> "NatsBus":
-        """Return a connected bus, kept through any outage; BusError or ConfigError (old server) within ten seconds."""
+        """Return a connected bus, kept through any outage; BusError or ConfigError (old server) within ten seconds.
+
+        Any node leads to its cluster; name several, with commas between, so that one of them may be away.
+        """
         access = Access.of(token or None, user, password, credentials, tls)
         limits = limits or AssetLimits()
         bus = cls(url, name, access, topics=topics or Topics(), limits=limits, work=work or WorkLimits())
@@ -146,7 +145,7 @@ class NatsBus(StreamCalls):
             except Exception as error:
                 self._tally.complain("handler_raised", f"{subject}: {error!r}")
 
-        return await self._add_route(_Route(subject, on_message))
+        return await self._routes.add(subject, on_message)
 
     async def respond(self, subject: str, responder: Responder) -> Subscription:
         """Answer requests on a subject, up to 64 at once over all subjects; later ones wait.
@@ -157,7 +156,7 @@ class NatsBus(StreamCalls):
         async def on_message(message: Msg) -> None:
             await self._answering.begin(partial(self._answer, message, responder))
 
-        return await self._add_route(_Route(subject, on_message))
+        return await self._routes.add(subject, on_message)
 
     async def _answer(self, message: Msg, responder: Responder) -> None:
         try:
@@ -185,7 +184,7 @@ class NatsBus(StreamCalls):
 
     async def tell(self, subject: str, data: bytes) -> None:
         """Send without an answer. Measures nothing."""
-        await self._call(self._link.client.publish(subject, data))
+        await self._send(subject, data)
 
     async def fetch(self, stream: str, consumer: str, *, most: int, wait_s: float) -> Sequence[Fetched]:
         """Pull until `most` came or the broker says that the wait is over; TimeoutError if nothing came."""
@@ -194,10 +193,10 @@ class NatsBus(StreamCalls):
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         fetched: list[Fetched] = []
         with self._denials.of("publish", subject) as refused:
-            await self._call(self._link.client.publish(subject, pull, reply=inbox.subject))
+            await self._send(subject, pull, reply=inbox.subject)
             while len(fetched) < most:
                 try:
-                    message = await self._wait(inbox.next_msg(timeout=wait_s + 1), wait_s + 2, refused)
+                    message = await inbox.next(wait_s + 1, refused)
                 except TimeoutError:
                     await self.leave(stream, consumer)  # the pull is lost, or its answer will come late: to nobody
                     break
@@ -220,35 +219,72 @@ class NatsBus(StreamCalls):
         """Stop listening for what a consumer delivers."""
         inbox = self._inboxes.pop((stream, consumer), None)
         if inbox is not None and self._link.connected:
-            await self._call(inbox.unsubscribe())
+            await self._call(inbox[1].unsubscribe())
 
-    async def _inbox(self, stream: str, consumer: str) -> NatsSubscription:
+    async def _inbox(self, stream: str, consumer: str) -> Pulled[Msg]:
         client = self._link.client
         if (found := self._inboxes.get((stream, consumer))) is None:
-            found = await self._call(client.subscribe(client.new_inbox()))
+            pulled: Pulled[Msg] = Pulled(client.new_inbox())
+
+            async def on_message(message: Msg) -> None:
+                pulled.put(message)
+
+            found = pulled, await self._call(client.subscribe(pulled.subject, cb=on_message))
             self._inboxes[stream, consumer] = found
-        return found
+        return found[0]
 
     async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None, wait_s: float) -> Msg:
-        call = self._link.client.request(subject, data, timeout=wait_s, headers=dict(headers) if headers else None)
-        with self._denials.of("publish", subject) as refused:
+        with self._denials.of("publish", subject) as refused, self._answers.expected() as (token, answer):
+            await self._send(subject, data, reply=f"{self._answer_inbox}.{token}", headers=headers)
             try:
-                return await self._wait(call, wait_s + 1, refused)
+                message = await first(answer, wait_s, refused)
             except TimeoutError:
                 if refused.done():
                     raise denied("publish", subject) from None
                 raise
+        if not message.data and (message.headers or {}).get("Status") == _NOBODY_LISTENS:
+            raise nats.errors.NoRespondersError
+        return message
+
+    async def _send(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, reply: str = "") -> None:
+        client = self._link.client
+        publishing = client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
+        if client.pending_data_size > _BUFFERED_CALM_BYTES:
+            await self._call(publishing)
+            return
+        with self._errors_as_ours():
+            await publishing
+
+    async def _on_answer(self, message: Msg) -> None:
+        self._answers.take(message.subject.rpartition(".")[2], message)
+
+    async def _on_reconnected(self) -> None:
+        for pulled, _ in self._inboxes.values():  # the broker has forgotten what was pulled
+            pulled.fail(TimeoutError())
+        await self._link.on_reconnected()
+
+    async def _on_closed(self) -> None:
+        self._end_waits()
+        await self._link.on_closed()
+
+    def _end_waits(self) -> None:
+        gone = BusError("the connection was closed while a call was in progress; call again once it is back")
+        self._answers.fail(gone)
+        for pulled, _ in self._inboxes.values():
+            pulled.fail(gone)
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:
-            return await self._wait(call, CALL_S)
+            with self._errors_as_ours():
+                return await within(call, CALL_S)
         except TimeoutError as error:
             raise BusError("the client did not come back in time; call again", broker=self._link.where) from error
 
-    async def _wait(self, call: Awaitable[T], budget_s: float, in_vain: "asyncio.Future[None] | None" = None) -> T:
+    @contextmanager
+    def _errors_as_ours(self) -> Iterator[None]:
         try:
-            return await within(call, budget_s, in_vain)
-        except (TimeoutError, nats.errors.NoRespondersError):
+            yield
+        except TimeoutError:
             raise
         except (nats.errors.Error, OSError) as error:
             raise BusError("the client failed; call again", broker=self._link.where, reason=repr(error)) from error
@@ -272,52 +308,9 @@ class NatsBus(StreamCalls):
         """Flush, stop subscriptions, disconnect; bounded, repeatable."""
         await self._answering.end(_DRAIN_S if self._link.connected else 0.0)
         self._link.closing = True  # refuses new calls; `connected` is false from here on
-        for inbox in self._inboxes.values():
-            while inbox.pending_msgs:
-                await inbox.next_msg()  # there, so at once; a drain would wait for what nobody fetches any more
+        self._end_waits()
         await self._link.close()
         await guards.end_given_up(_CLOSED_GRACE_S)
-
-    async def _add_route(self, route: _Route) -> Subscription:
-        self._routes.append(route)  # first: a client that is replaced meanwhile takes the route along
-        try:
-            await self._attach(self._link.client, route)
-        except DeniedError:
-            await self._drop_route(route)  # the client would ask for it again at each reconnect
-            raise
-        except BaseException:
-            self._routes.remove(route)
-            raise
-        return RunningSubscription(lambda: self._drop_route(route))
-
-    async def _attach(self, client: NatsClient, route: _Route) -> None:
-        subscribing = client.subscribe(
-            route.subject,
-            cb=route.on_message,
-            pending_msgs_limit=_QUEUED_MAX,
-            pending_bytes_limit=_QUEUED_MAX_BYTES,
-        )
-        with self._denials.of("subscription", route.subject) as refused:
-            route.deaf = False
-            route.active = await self._call(subscribing)
-            await self._call(client.flush())  # until then the server may not know of it
-            if refused.done():
-                raise denied("subscription", route.subject)
-
-    async def _drop_route(self, route: _Route) -> None:
-        if route in self._routes:
-            self._routes.remove(route)
-        active, route.active = route.active, None
-        if active is not None and self._link.connected:
-            await self._call(active.unsubscribe())
-
-    async def _mend(self) -> None:
-        """Ask again for what was denied: a right that comes back must not wait for the next reconnect."""
-        for route in [route for route in self._routes if route.deaf]:
-            with suppress(BusError):
-                if route.active is not None:
-                    await self._call(route.active.unsubscribe())
-                await self._attach(self._link.client, route)
 
     async def _open(self) -> NatsClient:
         client = NatsClient()
@@ -329,8 +322,7 @@ class NatsBus(StreamCalls):
             last[:] = [error]
             if (what := self._denials.heard(error)) is not None:
                 self._tally.complain(f"denied_{what[0]}", error)
-                for route in self._routes:  # also one that was heard until now: rights change while we are connected
-                    route.deaf |= what == ("subscription", route.subject.lower())
+                self._routes.note_denied(*what)
                 return
             if "authorization" in str(error).lower():
                 refused.set()
@@ -343,10 +335,12 @@ class NatsBus(StreamCalls):
             opening = False
             version = client.connected_server_version
             guards.check_version((version.major, version.minor), self._link.where)
+            self._end_waits()
             self._inboxes.clear()
-            for route in tuple(self._routes):
-                with suppress(DeniedError):  # a right that was taken away; the others still stand
-                    await self._attach(client, route)
+            inbox = client.new_inbox()
+            await self._call(client.subscribe(f"{inbox}.*", cb=self._on_answer))
+            self._answer_inbox = inbox
+            await self._routes.attach_all(client)
         except BaseException as error:
             await self._link.retire(client, drain=False)
             if isinstance(error, TimeoutError | nats.errors.Error | OSError):
@@ -360,15 +354,16 @@ class NatsBus(StreamCalls):
         self, client: NatsClient, on_error: Callable[[Exception], Awaitable[None]], refused: asyncio.Event
     ) -> None:
         def elsewhere(servers: list[Server], _info: dict[str, object]) -> tuple[Server | None, float]:
-            return servers[0], guards.jittered(RETRY_MIN_S, RETRY_MAX_S)
+            # The pool keeps its order: whoever asked for its first would ask a dead node of a cluster for ever.
+            return min(servers, key=lambda one: one.reconnects), guards.jittered(RETRY_MIN_S, RETRY_MAX_S)
 
         connecting = client.connect(
-            self._url,
+            guards.nodes(self._url),
             name=self._name,
             error_cb=on_error,
             disconnected_cb=self._link.on_disconnected,
-            reconnected_cb=self._link.on_reconnected,
-            closed_cb=self._link.on_closed,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
             connect_timeout=_ATTEMPT_S,
             reconnect_time_wait=1,  # between attempts of the first connect; later ones follow `elsewhere`
             max_reconnect_attempts=-1,

@@ -95,7 +95,7 @@ def _owner(text: str, path: Path) -> tuple[User | None, str]:
             try:
                 whose = json.loads(line.removeprefix(_HEAD))
                 return User(Role(whose["role"]), str(whose["name"]), tuple(whose["members"])), str(whose["prefix"])
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ConfigError("the first line of this credential is damaged", file=str(path)) from error
     return None, "kv"
 

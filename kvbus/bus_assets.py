@@ -45,13 +45,13 @@ EMBEDDED = AssetLimits(facts_bytes_max=256 * _MIB)
 class WorkLimits:
     """How the work queue offers requests to a destination.
 
-    `in_flight_max` is the destination's cap on requests taken and not ended. `ack_wait_s`: three missed signs of life
-    at one per 3 s. `deliveries_max`: the first try and two after a crash; what fails three times would fail again.
+    `in_flight_max` is how many requests a destination has in its hands: those that run, and those that
+    are being refused. `ack_wait_s`: three missed signs of life at one per 3 s. Nothing bounds how often one is offered:
+    each offer says the how-manyth it is, and whoever takes it ends it once that is too many (P23).
     """
 
     in_flight_max: int = 64
     ack_wait_s: float = 10.0
-    deliveries_max: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,9 @@ def tightened(wanted: Document, found: Document) -> Document | None:
 def work_consumer(name: str, subject_filter: str, limits: WorkLimits) -> Document:
     """Return the durable consumer through which one destination takes its requests.
 
-    It has no `backoff`: with one, the broker redelivers after its first step although the work is kept (P19).
+    It has no `backoff`: with one, the broker redelivers after its first step although the work is kept (P19). And it
+    has no last delivery: after it the broker would offer the request to nobody, keep its subject taken, and say so once
+    to whoever listens at that moment.
     """
     return {
         "durable_name": name,
@@ -216,7 +218,7 @@ def work_consumer(name: str, subject_filter: str, limits: WorkLimits) -> Documen
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": int(limits.ack_wait_s * _SECOND),
-        "max_deliver": limits.deliveries_max,
+        "max_deliver": -1,
         "max_ack_pending": limits.in_flight_max,
     }
 

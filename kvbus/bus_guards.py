@@ -133,8 +133,17 @@ def jittered(low_s: float, high_s: float) -> float:
     return _JITTER.uniform(low_s, high_s)
 
 
+def nodes(url: str) -> list[str]:
+    """Return the nodes that a URL names, with commas between them, each of them a whole URL."""
+    return [one.strip() for one in url.split(",") if one.strip()] or [url]
+
+
 def shown(url: str) -> str:
     """Return a URL without its password or token, for people and logs."""
+    return ",".join(map(_shown, nodes(url)))
+
+
+def _shown(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}" if host else url
@@ -144,8 +153,8 @@ _GIVEN_UP: set["asyncio.Future[Any]"] = set()
 """Calls under way: the loop keeps only weak references to tasks. As many as there are callers, and no more."""
 
 
-async def within(awaitable: Awaitable[T], budget_s: float, in_vain: "asyncio.Future[None] | None" = None) -> T:
-    """Await a call of the client with a hard bound; TimeoutError past it, or once `in_vain` says that no answer comes.
+async def within(awaitable: Awaitable[T], budget_s: float) -> T:
+    """Await a call of the client with a hard bound; TimeoutError past it.
 
     The call itself is never cancelled: the client would later set the result of a cancelled future, and its read loop
     would die of that. A call that is given up runs on by the client's own time limits, and ends at the latest when the
@@ -156,8 +165,7 @@ async def within(awaitable: Awaitable[T], budget_s: float, in_vain: "asyncio.Fut
         _GIVEN_UP.add(task)
         task.add_done_callback(_GIVEN_UP.discard)
     task.add_done_callback(_take_note)
-    ends: set[asyncio.Future[Any]] = {task} if in_vain is None else {task, in_vain}
-    await asyncio.wait(ends, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task}, timeout=budget_s)
     if not task.done():
         raise TimeoutError
     if task.cancelled():

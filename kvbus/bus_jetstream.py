@@ -22,8 +22,11 @@ from kvbus.transport import Delivery, Entry, NotStored, Stored, Work
 CALL_S = 5.0
 """A round trip to a living broker takes milliseconds; this long only while a cluster elects a leader."""
 FETCH_S = 2.0
-"""A pull does not notice a lost connection, so none is longer; nor is one try of a store."""
+"""One try of a store, or of a pull that reads history."""
+PULL_S = 6.0
+"""A pull for work ends with its connection, but does not notice that a cluster has another leader."""
 
+_TRIES_S = (0.5, 1.0, CALL_S - 1.5)  # a busy broker has time for the last one; a new leader is found by the others
 _PAUSE_S = 0.2  # between tries while the broker is away: as soon as the quickest reconnect
 _REST_S = 0.005  # what is there comes within a round trip; where the in-flight cap forbids it, nothing comes
 _HISTORY_BATCH = 128  # of at most 256 KiB each: 32 MiB, far below the client's limit, past which it drops in silence
@@ -129,7 +132,7 @@ class JetStream:
             while (left_s := ends_at - loop.time()) > 0 and not self._door.closing:
                 try:
                     await self._ensure_consumer(subject_filter, consumer)
-                    fetched = await self._fetch_work(consumer, most, min(left_s, FETCH_S))
+                    fetched = await self._fetch_work(consumer, most, min(left_s, PULL_S))
                     return [TakenWork(self._door, item) for item in fetched]
                 except TimeoutError:
                     continue
@@ -139,6 +142,11 @@ class JetStream:
                     self._consumers_made.discard(consumer)
                     await asyncio.sleep(min(left_s, _PAUSE_S))
         return []
+
+    async def queued(self, subject_filter: str) -> int:
+        """Count what the stream holds; it lists up to 100,000 subjects at once, ten times what it may hold."""
+        answer = await self._api(f"STREAM.INFO.{self._assets.transfer}", {"subjects_filter": subject_filter})
+        return sum((cast("dict[str, dict[str, int] | None]", answer["state"]).get("subjects") or {}).values())
 
     async def _fetch_work(self, consumer: str, most: int, wait_s: float) -> Sequence[Fetched]:
         """Wait for one message, then take the others that are there: a pull for many waits until it has many."""
@@ -209,18 +217,18 @@ class JetStream:
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store whatever stands there."""
         _, subject = self._key_subject(bucket, key)
-        await self._call(subject, value, None)
+        await self._call(subject, value, None, tries_s=_TRIES_S)  # the same once more, where both came through
 
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, revision: int) -> bool:
-        """Store if the key's revision is still this one."""
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, revision: int) -> int:
+        """Store if the key's revision is still this one; return the new one, else 0."""
         _, subject = self._key_subject(bucket, key)
         try:
-            await self._call(subject, value, {"Nats-Expected-Last-Subject-Sequence": str(revision)})
+            answer = await self._call(subject, value, {"Nats-Expected-Last-Subject-Sequence": str(revision)})
         except RefusedError as error:
             if error.code in _WRONG_LAST_SEQUENCE:
-                return False
+                return 0
             raise
-        return True
+        return cast("int", answer["seq"])
 
     async def keys(self, bucket: str) -> Sequence[str]:
         """List from the stream's state; the client's way is a key watch."""
@@ -276,13 +284,17 @@ class JetStream:
         return await self._api(subject, {"stream_name": stream, "config": wanted})
 
     async def _api(self, subject: str, document: Document | None = None) -> Document:
-        return await self._call(f"$JS.API.{subject}", json.dumps(document).encode() if document else b"", None)
+        """Ask what may be asked twice, and do so: a cluster that elects a leader loses the question in silence."""
+        data = json.dumps(document).encode() if document else b""
+        return await self._call(f"$JS.API.{subject}", data, None, tries_s=_TRIES_S)
 
-    async def _call(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Document:
-        try:
-            return await self._ask(subject, data, headers, CALL_S)
-        except TimeoutError as error:
-            raise BusError("JetStream did not answer in time", asked=subject, waited_s=CALL_S) from error
+    async def _call(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None, tries_s: Sequence[float] = (CALL_S,)
+    ) -> Document:
+        for wait_s in tries_s:
+            with contextlib.suppress(TimeoutError):
+                return await self._ask(subject, data, headers, wait_s)
+        raise BusError("JetStream did not answer in time", asked=subject, waited_s=sum(tries_s))
 
     async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None, wait_s: float) -> Document:
         answer = cast("Document", json.loads(await self._door.ask(subject, data, headers=headers, wait_s=wait_s)))
@@ -311,8 +323,11 @@ class TakenWork:
         return self._item.attempt
 
     async def keep(self) -> None:
-        """Push the broker's ack wait out; harmless if it comes late."""
-        await self._door.tell(self._item.reply, b"+WPI")
+        """Push the broker's ack wait out, confirmed; harmless if it comes late."""
+        try:
+            await self._door.ask(self._item.reply, b"+WPI", wait_s=FETCH_S)
+        except TimeoutError as error:
+            raise BusError("the broker did not confirm a sign of life", subject=self.delivery.subject) from error
 
     async def finish(self) -> None:
         """Take the message off the queue, confirmed; after a BusError call it again, it may or may not have come."""

@@ -20,6 +20,10 @@ class StreamCalls:
         """Take up to `most` requests from the work queue; empty when none came within the wait, outages included."""
         return await self._streams.take_work(subject_filter, consumer, most, wait_s)
 
+    async def queued(self, subject_filter: str) -> int:
+        """Return how many requests of a filter the work queue holds, waiting and running."""
+        return await self._streams.queued(subject_filter)
+
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
         """Read stored messages of a facts or settle subject or filter, oldest first, from after a stream sequence.
 
@@ -40,8 +44,8 @@ class StreamCalls:
         self._check(f"{self._prefix}.bucket", value)
         await self._streams.put(bucket, key, value)
 
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
-        """Store only if the key's revision is still this one (0: does not exist); True if it was stored.
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
+        """Store only if the key's revision is still this one (0: does not exist); return its new one, else 0.
 
         After a BusError it may or may not have been stored: read the key.
         """

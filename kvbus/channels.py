@@ -79,6 +79,9 @@ _FACTS = (
     events.FactsSeen,
     events.TransferStep,
     events.TransferOutcome,
+    events.SnapshotTaken,
+    events.EventsBatch,
+    events.NamesForgotten,
 )
 _DECISIONS = (
     events.TermTaken,
@@ -120,6 +123,15 @@ CHANNELS = (
         ),
     ),
     Channel(
+        "cache",
+        Family.COMMAND,
+        ("{instance}", Command.CACHE, "{member}"),
+        (
+            Carried(events.CacheAsked, Party.REQUESTER, (Party.MEMBER,), events.CacheAnswered),
+            Carried(events.CacheChangeAsked, Party.REQUESTER, (Party.MEMBER,), events.CacheChanged),
+        ),
+    ),
+    Channel(
         "plan",
         Family.COMMAND,
         ("{instance}", Command.PLAN, "{member}"),
@@ -130,6 +142,12 @@ CHANNELS = (
         Family.QUERY,
         ("{instance}", Query.STATS),
         (Carried(events.StatsAsked, Party.FOLLOWER, (Party.MEMBER,), events.StatsAnswered),),
+    ),
+    Channel(
+        "snapshot",
+        Family.QUERY,
+        ("{instance}", Query.SNAPSHOT, "{member}"),
+        (Carried(events.SnapshotAsked, Party.FOLLOWER, (Party.MEMBER,), events.SnapshotTaken),),
     ),
     Channel("facts", Family.FACTS, ("{instance}",), _each(Party.MEMBER, (Party.FOLLOWER,), *_FACTS), Store.FACTS),
     Channel("live_facts", Family.LIVE_FACTS, ("{instance}",), _each(Party.BROKER, (Party.FOLLOWER,), *_FACTS)),

@@ -16,6 +16,7 @@ COMMANDS = {
     "audit": "Prove or refute that ownership was kept.",
     "doctor": "Say what is wrong with this host, the broker or the workers.",
     "worker": "Run one member of one instance.",
+    "gateway": "Serve HTTP: transfers, their outcomes and counters, health, OpenAPI.",
     "auth": "Say who may speak: credentials for instances, requesters and observers.",
     "init": "Create the streams and buckets on a broker.",
     "sim": "Run simulated instances while everything goes wrong, and check each step.",

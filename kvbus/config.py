@@ -58,9 +58,9 @@ class WorkerSettings(BaseModel):
     prompt_tokens_max: Annotated[int, Field(ge=1, le=1 << 22)] = 2_048
     """The longest prompt for which the pool keeps room beside what is lent to peers (P26); the engine's own limit,
     where that is smaller."""
-    backend: Literal["auto", "ucx", "memory", "socket"] = "auto"
+    backend: Literal["auto", "ucx", "memory", "socket", "ucx-py"] = "auto"
     """How pages are read. `auto`: by UCX, out of the source's mapped memory, or over a plain socket, whichever leads to
-    the source and costs least for the pages in question."""
+    the source and costs least for the pages in question. `ucx-py`: by UCX through that package, for who has it."""
     transport_costs: Mapping[str, tuple[Microseconds, Microseconds, Microseconds]] = Field(default_factory=dict)
     """What ways cost on this host, where it was measured: an order, each page, each MiB. `bench/ways.py --json` prints
     it; what is not named keeps the cost of the planner's own table."""
@@ -72,6 +72,8 @@ class WorkerSettings(BaseModel):
     """Its port; 0 lets the system choose, and each grant names it."""
     socket_advertise: tuple[str, ...] = ()
     """Addresses that grants name instead of `socket_address`, where that is a wildcard or behind a translation."""
+    urls: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], Field(max_length=8)] = ()
+    """Base URLs under which HTTP clients know the engine; a gateway takes one of them as a name of this instance."""
     rate_limit_bytes_s: Annotated[int, Field(ge=0)] = 0
     """Upper limit for pulled bytes per second, 0 for none: spares a busy host."""
     digests: Literal["off", "grant", "always"] = "off"
@@ -203,7 +205,7 @@ def read_state() -> dict[str, object]:
         document = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"no running kvbus found at {path}: start one with `kvbus up`, or give --nats URL") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is unreadable: {error}; stop kvbus, remove the file, start again") from error
     if not isinstance(document, dict) or not isinstance(document.get("nats_url"), str):
         raise ConfigError(f"{path} does not name a nats_url; stop kvbus, remove the file, start again")

@@ -6,10 +6,12 @@ unknown kind is skipped and counted, an unknown major version is refused, anythi
 little-endian bytes, so that a thousand facts cost microseconds rather than milliseconds to decode.
 """
 
-from typing import Annotated, Literal, Self, cast
+from collections.abc import Iterator
+from typing import Annotated, Literal, cast
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
+from kvbus.caching import CacheAnswered, CacheAsked, CacheChangeAsked, CacheChanged, NamesForgotten
 from kvbus.codec import pack, unpack
 from kvbus.columns import column, from_column
 from kvbus.errors import PeerError
@@ -18,41 +20,58 @@ from kvbus.parts import (
     Body,
     Count,
     Epoch,
-    FactDetailRow,
     Message,
     Name,
     Nonce,
     OnMiss,
+    PagesFound,
     Part,
     ProcessIdentity,
     Prompt,
-    Rank,
     ReaderKey,
     RequestHash,
     Seconds,
     Text,
+    Url,
     VerdictWord,
+)
+from kvbus.reporting import (
+    BATCH_EVENTS_MAX,
+    AttemptMade,
+    EventsBatch,
+    FactsSeen,
+    LeaseGranted,
+    OutcomeFixed,
 )
 from kvbus.settling import (
     CancelDecided,
     MadeVisible,
-    PartyRow,
     PlanAnswered,
     PlanAsked,
     SettleDecided,
     SettleVoided,
-    ShareRow,
     SharesReported,
     TermTaken,
     TransferOpened,
 )
+from kvbus.snapshots import SnapshotAsked, SnapshotTaken
 
 __all__ = [
+    "BATCH_EVENTS_MAX",
     "REQUEST_LENGTH_MAX_BYTES",
+    "AttemptMade",
+    "CacheAnswered",
+    "CacheAsked",
+    "CacheChangeAsked",
+    "CacheChanged",
     "CancelDecided",
+    "EventsBatch",
+    "FactsSeen",
+    "LeaseGranted",
     "MadeVisible",
     "Message",
-    "PartyRow",
+    "NamesForgotten",
+    "OutcomeFixed",
     "PlanAnswered",
     "PlanAsked",
     "ProcessIdentity",
@@ -60,8 +79,9 @@ __all__ = [
     "ReaderKey",
     "SettleDecided",
     "SettleVoided",
-    "ShareRow",
     "SharesReported",
+    "SnapshotAsked",
+    "SnapshotTaken",
     "TermTaken",
     "TransferOpened",
     "column",
@@ -166,67 +186,6 @@ class TransferStep(Body):
     text: Text = ""
 
 
-# ------------------------------------------------------------------------------------------------------ lease facts
-
-
-class FactsSeen(Body):
-    """Columns of one round's facts: ticket u64, rank u16, fact bits u32, bounds lo and hi u32, all of `n` lines."""
-
-    KIND = "facts"
-    n: Count
-    ticket: bytes
-    rank: bytes
-    bits: bytes
-    lo: bytes
-    hi: bytes
-    details: tuple[FactDetailRow, ...] = Field(default=(), strict=False)
-
-    @model_validator(mode="after")
-    def _equal_length(self) -> Self:
-        for name, width in (("ticket", 8), ("rank", 2), ("bits", 4), ("lo", 4), ("hi", 4)):
-            if len(getattr(self, name)) != width * self.n:
-                raise ValueError(f"column {name} must be {width * self.n} bytes for n={self.n}")
-        return self
-
-
-class LeaseGranted(Body):
-    """The audit row of a lease: which pages (u32 column), in which generation counters (u64 column), for whom."""
-
-    KIND = "lease_granted"
-    ticket: Count
-    transfer: Annotated[str, Field(max_length=200)]
-    rank: Rank
-    direction: Literal["read", "write"]
-    lender: Annotated[str, Field(max_length=64)]
-    peer: Annotated[str, Field(max_length=64)]
-    pages: bytes
-    counters: bytes
-
-
-class AttemptMade(Body):
-    """The audit row of one try of a backend."""
-
-    KIND = "attempt"
-    ticket: Count
-    attempt: Count
-    binding: Annotated[str, Field(max_length=64)]
-    peer: Annotated[str, Field(max_length=64)]
-
-
-class OutcomeFixed(Body):
-    """The audit row of an attempt's end: result, what arrived, and the evidence by which access ended."""
-
-    KIND = "outcome"
-    ticket: Count
-    attempt: Count
-    result: Annotated[str, Field(max_length=16)]
-    arrived: Count
-    length_bytes: Count
-    evidence: Annotated[str, Field(max_length=32)]
-    failure: Annotated[str, Field(max_length=64)] = ""
-    text: Text = ""
-
-
 # ------------------------------------------------------------------------------------------------ lending, by request
 
 
@@ -269,6 +228,7 @@ class LeaseReleased(Body):
     KIND = "lease_released"
     key: ReaderKey
     nonce: Nonce
+    found: PagesFound | None = None
 
 
 class ReleaseConfirmed(Body):
@@ -296,6 +256,7 @@ class InstanceRecord(Body):
     process: ProcessIdentity
     transports: tuple[str, ...] = Field(strict=False)
     version: Annotated[str, Field(max_length=32)]
+    urls: Annotated[tuple[Url, ...], Field(max_length=8, strict=False)] | None = None
 
 
 class HeartbeatSeen(Body):
@@ -330,11 +291,12 @@ class StatsAnswered(Body):
 
 EventBody = (
     TransferRequested | TransferCancelRequested | TransferVerdict | TransferOutcome | TransferStep
-    | FactsSeen | LeaseGranted | AttemptMade | OutcomeFixed
+    | FactsSeen | LeaseGranted | AttemptMade | OutcomeFixed | EventsBatch
     | TermTaken | TransferOpened | SettleDecided | MadeVisible | SettleVoided | CancelDecided
     | SharesReported | PlanAsked | PlanAnswered
     | LendRequested | LendAnswered | LeaseReleased | ReleaseConfirmed
-    | InstanceRecord | HeartbeatSeen | StatsAsked | StatsAnswered
+    | InstanceRecord | HeartbeatSeen | StatsAsked | StatsAnswered | SnapshotAsked | SnapshotTaken
+    | CacheAsked | CacheAnswered | CacheChangeAsked | CacheChanged | NamesForgotten
 )  # fmt: skip
 
 KINDS: dict[str, type[Body]] = {body.KIND: body for body in EventBody.__args__}
@@ -357,19 +319,42 @@ def encode(header: Header, body: Body) -> bytes:
     """Return the bytes of one event; ValueError where header and body disagree on the kind."""
     if header.k != body.KIND:
         raise ValueError(f"header says kind {header.k!r}, body is {body.KIND!r}")
-    return encode_fields(header.__dict__, body)
+    return pack({**header.__dict__, "b": fields_of(body)}, fields_of)
 
 
-def encode_fields(header: dict[str, object], body: Body) -> bytes:
-    """Return the same for a header that its writer keeps as plain fields, since only few of them change."""
-    return pack({**header, "b": _fields(body)}, _fields)
-
-
-def _fields(part: object) -> dict[str, object]:
+def fields_of(part: object) -> dict[str, object]:
     """Return what a part's own dump would hold, at a third of its price: a model was checked when it was made."""
     if not isinstance(part, Part):
         raise TypeError(f"{type(part).__name__} has no place in an event")
     return {name: value for name, value in part.__dict__.items() if value is not None}
+
+
+def split(data: bytes) -> tuple[bytes, ...]:
+    """Return the events that one stored message holds, each as its own bytes, not looked at yet; PeerError as `decode`.
+
+    A batch within a batch is no event: `decode` would return it, and its reader refuses it.
+    """
+    event = decode(data)
+    return event.body.events if isinstance(event.body, EventsBatch) else (data,)
+
+
+def decode_all(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> Iterator[Event | PeerError]:
+    """Yield what one stored message holds: its event, or those of its batch; what is wrong with one spoils no other."""
+    try:
+        event = decode(data, length_max_bytes=length_max_bytes)
+    except PeerError as error:
+        yield error
+        return
+    if not isinstance(event.body, EventsBatch):
+        yield event
+        return
+    for inner in event.body.events:
+        try:
+            event = decode(inner)
+        except PeerError as error:
+            yield error
+        else:
+            yield PeerError("a batch holds a batch") if isinstance(event.body, EventsBatch) else event
 
 
 def decode(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> Event:

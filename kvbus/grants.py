@@ -208,6 +208,6 @@ def _pages_refusal(grant: Grant, names_asked: int) -> str | None:
         return f"page {max(pages)} lies outside the pool of {grant.pool.page_count} pages"
     if len(set(pages)) != len(pages):
         return "one page is granted twice"
-    if any(counter % 2 or not counter for counter in counters):
+    if any(counter % 2 or not counter for counter in set(counters)):  # pages of one age share theirs
         return "a granted page is not sealed (its generation counter is odd or zero)"
     return None

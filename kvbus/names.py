@@ -16,6 +16,7 @@ TOKEN_ID_MAX = 2**32 - 1
 
 _COUNTER_BITS = 31
 _NONCE_BITS = 32
+EPOCH_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
 
 
 def namespace_digest(**parts: str | int) -> bytes:

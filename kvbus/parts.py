@@ -24,6 +24,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Rank = Annotated[int, Field(ge=0, lt=2**16)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=2_000)]
+Url = Annotated[str, Field(min_length=1, max_length=512)]
+"""A base URL under which HTTP clients know an instance; whoever names it as a source means that instance."""
 RequestHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 VerdictWord = Literal["accepted", "deduped", "skipped_busy", "refused"]
@@ -106,3 +108,22 @@ class ProcessIdentity(Part):
     start_ticks: Count
     boot_id: Annotated[str, Field(max_length=64)]
     pid_namespace: Count
+
+
+class PagesFound(Part):
+    """What a reader found of pages that it was lent: a report, which is no evidence and ends no lease.
+
+    `pages` (u32 column) came with other bytes than their `digests` in the grant (u64 column), which show what the
+    report is about; `changed` counts pages that were rewritten while they were read.
+    """
+
+    request_hash: RequestHash
+    pages: bytes = b""
+    digests: bytes = b""
+    changed: Count = 0
+
+    @model_validator(mode="after")
+    def _equal_length(self) -> Self:
+        if len(self.pages) % 4 or len(self.digests) != 2 * len(self.pages):
+            raise ValueError(f"{len(self.pages)} bytes of pages and {len(self.digests)} of digests: 4 and 8 for each")
+        return self

@@ -112,10 +112,12 @@ def _of_instance(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
     ]
     subscribe = [
         *(topics.command(name, verb) for verb in (Command.TRANSFER, Command.CANCEL, Command.DRAIN)),
-        *(f"{topics.command(name, verb)}.*" for verb in (Command.LEASE, Command.PLAN)),
+        *(f"{topics.command(name, verb)}.*" for verb in (Command.LEASE, Command.PLAN, Command.CACHE)),
         *(topics.query(name, verb) for verb in Query),
+        f"{topics.query(name, Query.SNAPSHOT)}.*",
         inbox,
     ]
+    publish += _history(names.facts, topics.facts(name))  # how requests ended that a run before this one took
     if len(user.members) > 1:
         publish += [f"$JS.API.STREAM.MSG.GET.{names.settle}", *_history(names.settle, topics.settle(name))]
         subscribe += [topics.live_settle(name), topics.shares(name), topics.heartbeat(name)]
@@ -125,7 +127,9 @@ def _of_instance(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
 def _of_requester(user: User, inbox: str, topics: Topics, names: AssetNames) -> Permissions:
     publish = [
         topics.transfer_filter(),
+        f"$JS.API.STREAM.INFO.{names.transfer}",  # how many requests wait for a destination; not what they hold
         *(f"{topics.prefix}.{Family.COMMAND.value}.*.{verb.value}" for verb in (Command.TRANSFER, Command.CANCEL)),
+        f"{topics.prefix}.{Family.COMMAND.value}.*.{Command.CACHE.value}.*",
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
     ]
@@ -136,6 +140,7 @@ def _of_observer(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
     del user  # all observers may see the same
     publish = [
         f"{topics.prefix}.{Family.QUERY.value}.*.{Query.STATS.value}",
+        f"{topics.prefix}.{Family.QUERY.value}.*.{Query.SNAPSHOT.value}.*",
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
         *_log(names.settle, topics.settle_filter()),

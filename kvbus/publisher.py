@@ -9,9 +9,8 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -31,80 +30,21 @@ from kvbus.events import (
     decode,
     encode,
 )
+from kvbus.handles import UNASKED, TransferHandle, Verdict
 from kvbus.names import TOKEN_ID_MAX, request_hash, token_bytes
 from kvbus.parts import Body, OnMiss
 from kvbus.permissions import Role
+from kvbus.submitting import Rooms, unless_away
 from kvbus.topics import Command, Topics, escape
 from kvbus.transport import Bus, Delivery, NoAnswer, NotStored, Subscription
+
+__all__ = ["Publisher", "TransferHandle", "Verdict", "checked_prompt", "transfer_and_wait"]
 
 ANSWER_S = 5.0
 """A destination answers a direct question between two rounds, within milliseconds; this long only when overloaded."""
 
 _HEADERS_BYTES = 512  # what the broker's headers may add to a request; the id in them is at most 200 bytes
 _TEXT_MAX = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is known of a request: `queued` until the destination has spoken, then its own word.
-
-    `transfer` names the transfer that serves it, where the destination said so.
-    """
-
-    verdict: Literal["queued", "accepted", "deduped", "skipped_busy", "refused"]
-    reason: str = ""
-    transfer: str = ""
-
-    @property
-    def hopeful(self) -> bool:
-        """Whether an outcome may still come."""
-        return self.verdict in {"queued", "accepted", "deduped"}
-
-
-class TransferHandle:
-    """One request of ours and what came back for it; let go of it and later answers are ignored."""
-
-    def __init__(self, request: TransferRequested) -> None:
-        self.request = request
-        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._outcome: asyncio.Future[TransferOutcome | None] = asyncio.get_running_loop().create_future()
-        self._so_far = Verdict("queued", "the destination has not answered yet")
-        self._transfer = ""
-
-    @property
-    def request_hash(self) -> str:
-        """The hash by which broker and destination tell a repeat of this request."""
-        return self.request.request_hash
-
-    async def verdict(self, wait_s: float = 10.0) -> Verdict:
-        """Return the destination's verdict; `queued` with the reason if none came within the wait."""
-        await asyncio.wait({self._verdict}, timeout=wait_s)
-        return self._verdict.result() if self._verdict.done() else self._so_far
-
-    async def outcome(self, wait_s: float = 60.0) -> TransferOutcome | None:
-        """Return how the transfer ended; None if it has not within the wait, or at once if it was not taken on."""
-        await asyncio.wait({self._outcome}, timeout=wait_s)
-        return self._outcome.result() if self._outcome.done() else None
-
-    def hear_queued(self, reason: str) -> None:
-        """Note why there is no verdict yet."""
-        self._so_far = Verdict("queued", reason)
-
-    def hear_verdict(self, verdict: Verdict) -> None:
-        """Take the first verdict; one that leaves no hope ends the wait for an outcome too.
-
-        A later one tells which transfer serves now: a destination that died and came back runs the request anew.
-        """
-        self._transfer = verdict.transfer
-        if not self._verdict.done():
-            self._verdict.set_result(verdict)
-        if not verdict.hopeful and not self._outcome.done():
-            self._outcome.set_result(None)
-
-    def hear_outcome(self, outcome: TransferOutcome) -> None:
-        """Take the outcome, unless it is that of another transfer of the same prompt."""
-        if not self._outcome.done() and self._transfer in {"", outcome.transfer}:
-            self._outcome.set_result(outcome)
 
 
 class Publisher:
@@ -133,6 +73,7 @@ class Publisher:
         # A requester has no epoch, so a random start keeps the ids of two runs under one name apart.
         self._sequence = secrets.randbits(60)
         self._handles: weakref.WeakSet[TransferHandle] = weakref.WeakSet()
+        self._rooms = Rooms(self._topics)
         self.malformed = 0
 
     async def __aenter__(self) -> Self:
@@ -174,11 +115,14 @@ class Publisher:
         salt: str = "",
         on_miss: OnMiss = "prefill",
         budget_s: float = 30.0,
+        urgent: bool = False,
     ) -> TransferHandle:
         """Ask `destination` to take the KV of a prompt from `source`; returns once the request is durable or answered.
 
-        The prompt is text, token ids, or chat messages with `role` and `content`. ValueError names a field that does
-        not fit; BusError means that the broker did not take the request.
+        The prompt is text, token ids, or chat messages with `role` and `content`. An urgent request is put to the
+        destination itself: it is quicker, and lost if nobody is there. While the broker is away the answer is a verdict
+        too, at once, with `bus_unavailable` as its reason. ValueError names a field that does not fit; BusError means
+        that the broker would not take the request.
         """
         bus = self._running()
         request = self._request(source, destination, prompt, model, salt=salt, on_miss=on_miss, budget_s=budget_s)
@@ -191,13 +135,17 @@ class Publisher:
             )
         handle = TransferHandle(request)
         self._handles.add(handle)
-        subject = self._topics.transfer(destination, request.request_hash)
-        stored = await bus.store(subject, data, message_id=request.request_id)
-        if isinstance(stored, NotStored):
-            if stored.reason == "pending":
-                await self._ask_directly(bus, handle, data)
-            else:
-                handle.hear_verdict(Verdict("skipped_busy", "the broker's request queue is full; try again later"))
+        if not bus.health().connected:
+            handle.hear_verdict(Verdict("refused", UNASKED))
+            return handle
+        submit = self._ask_directly(bus, handle, data) if urgent else self._queue(bus, handle, data)
+        try:
+            if not await unless_away(submit, bus):
+                handle.hear_unsure()
+        except BusError:
+            if bus.health().connected:
+                raise
+            handle.hear_unsure()
         return handle
 
     async def cancel(self, request_hash: str, destination: str) -> bool:
@@ -258,12 +206,30 @@ class Publisher:
         except ValidationError as error:
             raise ValueError(_first_problem(error)) from error
 
-    async def _ask_directly(self, bus: Bus, handle: TransferHandle, data: bytes) -> None:
-        """The queue holds this request already, waiting or running; only the destination knows which."""
+    async def _queue(self, bus: Bus, handle: TransferHandle, data: bytes) -> None:
+        request = handle.request
+        if reason := await self._rooms.refusal(bus, request.destination):
+            handle.hear_verdict(Verdict("skipped_busy", reason))
+            return
+        subject = self._topics.transfer(request.destination, request.request_hash)
+        stored = await bus.store(subject, data, message_id=request.request_id)
+        if isinstance(stored, NotStored):
+            if stored.reason == "pending":  # waiting or running; only the destination knows which
+                await self._ask_directly(bus, handle, data, queued=True)
+            else:
+                handle.hear_verdict(Verdict("skipped_busy", "the broker's request queue is full; try again later"))
+
+    async def _ask_directly(self, bus: Bus, handle: TransferHandle, data: bytes, *, queued: bool = False) -> None:
+        """Put a request to its destination; `queued`: the queue holds it already."""
         destination = handle.request.destination
         answer = await bus.request(self._topics.command(destination, Command.TRANSFER), data, wait_s=ANSWER_S)
         if isinstance(answer, NoAnswer):
             why = "does not listen now" if answer.reason == "nobody_listens" else "did not answer in time"
+            if not queued:
+                if answer.reason == "nobody_listens":
+                    handle.hear_verdict(Verdict("refused", f"{destination} {why}, and an urgent request is not queued"))
+                handle.hear_queued(f"{destination} {why}; it may have taken the request all the same")
+                return
             handle.hear_queued(
                 f"the same request is already in the queue, and {destination} {why}; it is taken when {destination} "
                 "comes back, or leaves the queue ten minutes after it was made"

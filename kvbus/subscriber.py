@@ -2,7 +2,8 @@
 
 Live events come over a core subscription, which may drop; the broker repeats stored messages there with their sequence.
 A jump in the sequence, a full queue, a reconnect or a quiet spell makes the subscriber read the log again from what it
-has seen. What the log no longer holds is reported as `Lagged`, never passed over.
+has seen. What the log no longer holds is reported as `Lagged`, never passed over; then the members are asked for their
+state, which says what it came to.
 """
 
 import asyncio
@@ -12,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvbus.errors import BusError, PeerError
-from kvbus.events import EVENT_LENGTH_MAX_BYTES, Event, UnknownKind, decode
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, Event, UnknownKind, decode_all
+from kvbus.restoring import snapshots
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus, Delivery, Subscription
 
@@ -31,7 +33,11 @@ _HEADERS_ALLOWANCE_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One event as stored: `family` is facts or settle, `sequence` its place in that log."""
+    """One event as stored: `family` is facts or settle, `sequence` its message's place in that log.
+
+    Events that left together share it: whoever means to read on from there has to have taken all of them. A snapshot
+    that a member was asked for has none, so 0: of this run, it contains what has a lower sequence of the member's own.
+    """
 
     family: Family
     sequence: int
@@ -75,7 +81,7 @@ class Subscriber:
         try:
             for log, subject in zip(logs, live, strict=True):
                 subscriptions.append(await self._bus.subscribe(subject, inbox.taker(log)))
-            async for item in self._past(logs):
+            async for item in self._repaired(self._past(logs)):
                 yield item
             async for item in self._follow(logs, inbox):
                 yield item
@@ -110,12 +116,22 @@ class Subscriber:
             if quiet >= _QUIET_LOOKS or outages != self._outages():
                 outages, quiet = self._outages(), 0
                 for log in logs:
-                    async for item in self._read(log):
+                    async for item in self._repaired(self._read(log)):
                         yield item
             if arrival is not None:
                 log, delivery = arrival
-                async for item in self._hear(log, delivery):
+                async for item in self._repaired(self._hear(log, delivery)):
                     yield item
+
+    async def _repaired(self, items: AsyncIterator[Seen | Lagged]) -> AsyncIterator[Seen | Lagged]:
+        """Pass on what was read; behind facts that are lost for good, what each member that lives holds now."""
+        lost = False
+        async for item in items:
+            yield item
+            lost |= isinstance(item, Lagged) and item.lost and item.family is Family.FACTS
+        if lost:
+            async for event in snapshots(self._bus, self._topics, self._counts):
+                yield Seen(Family.FACTS, 0, event)
 
     async def _hear(self, log: "_Log", delivery: Delivery) -> AsyncIterator[Seen | Lagged]:
         """Take one live message; where it does not follow on what was seen, read the log instead."""
@@ -162,28 +178,30 @@ class Subscriber:
         if known:
             self._counts["duplicate"] += 1
             return
-        event = self._decoded(delivery)
-        if event is not None:
+        for event in told(delivery, self._topics, self._counts):
             yield Seen(log.family, delivery.sequence, event)
-
-    def _decoded(self, delivery: Delivery) -> Event | None:
-        try:
-            event = decode(delivery.data, length_max_bytes=EVENT_LENGTH_MAX_BYTES + _HEADERS_ALLOWANCE_BYTES)
-            instance = self._topics.parse(delivery.subject).name
-        except PeerError:
-            self._counts["malformed"] += 1
-            return None
-        if event.header.i != instance:
-            self._counts["wrong_subject"] += 1  # one instance speaks on the subject of another
-            return None
-        if isinstance(event.body, UnknownKind):
-            self._counts["unknown_kind"] += 1
-            return None
-        return event
 
     def _outages(self) -> tuple[int, ...]:
         counters = self._bus.health().counters
         return tuple(counters.get(name, 0) for name in ("reconnected", "rebuilt", "client_SlowConsumerError"))
+
+
+def told(delivery: Delivery, topics: Topics, counts: Counter[str]) -> Iterator[Event]:
+    """Yield the events of a stored message, in order; what cannot be read is counted by what is wrong with it."""
+    try:
+        instance = topics.parse(delivery.subject).name
+    except PeerError:
+        counts["malformed"] += 1
+        return
+    for event in decode_all(delivery.data, length_max_bytes=EVENT_LENGTH_MAX_BYTES + _HEADERS_ALLOWANCE_BYTES):
+        if isinstance(event, PeerError):
+            counts["malformed"] += 1
+        elif event.header.i != instance:
+            counts["wrong_subject"] += 1  # one instance speaks on the subject of another
+        elif isinstance(event.body, UnknownKind):
+            counts["unknown_kind"] += 1
+        else:
+            yield event
 
 
 class _Log:

@@ -42,6 +42,7 @@ class Command(StrEnum):
     LEASE = "lease"
     PLAN = "plan"
     CANCEL = "cancel"
+    CACHE = "cache"
     DRAIN = "drain"
 
 
@@ -125,9 +126,9 @@ class Topics:
         """Where an instance answers one command; with a member, where that member of it does."""
         return self._build(Family.COMMAND, instance, verb.value, *([escape(member)] if member else []))
 
-    def query(self, instance: str, verb: Query) -> str:
-        """Where an instance answers one query."""
-        return self._build(Family.QUERY, instance, verb.value)
+    def query(self, instance: str, verb: Query, member: str = "") -> str:
+        """Where an instance answers one query; with a member, where that member of it does."""
+        return self._build(Family.QUERY, instance, verb.value, *([escape(member)] if member else []))
 
     def facts(self, instance: str) -> str:
         """Where a member publishes facts, into the stream."""
@@ -177,7 +178,7 @@ class Topics:
         fewest, most, allowed = _TAILS.get(family, _NAME_ONLY)
         if not fewest <= len(tail) <= most:
             raise PeerError("subject has the wrong number of tokens", subject=subject[:200])
-        if len(tail) > 1 and not allowed.fullmatch(tail[1]):
+        if len(tail) > 1 and not allowed.fullmatch(tail[1] if len(tail) == 2 else f"{tail[1]}."):
             raise PeerError("subject has an unknown verb or hash", subject=subject[:200])
         members = [unescape(token) for token in tail[2:]]
         return Subject(family, unescape(tail[0]), *tail[1:2], *members)
@@ -196,7 +197,8 @@ class Topics:
 _NAME_ONLY = (1, 1, re.compile(r"(?!)"))
 _TAILS: dict[Family, tuple[int, int, re.Pattern[str]]] = {
     Family.TRANSFER: (2, 2, REQUEST_HASH_PATTERN),
-    Family.COMMAND: (2, 3, re.compile("|".join(verb.value for verb in Command))),
-    Family.QUERY: (2, 2, re.compile("|".join(verb.value for verb in Query))),
+    Family.COMMAND: (2, 3, re.compile("|".join(rf"{verb.value}\.?" for verb in Command))),
+    Family.QUERY: (2, 3, re.compile("|".join((*(verb.value for verb in Query), rf"{Query.SNAPSHOT.value}\.")))),
 }
-"""What stands after the family: how many tokens, fewest and most, and what the second of them may be."""
+"""What stands after the family: how many tokens, fewest and most, and what the second may be; with a dot behind it,
+where a member follows."""

@@ -85,7 +85,7 @@ class Work(Protocol):
         """1 for the first delivery."""
 
     async def keep(self) -> None:
-        """Tell the broker that this is still being worked on; it expects that within its ack wait."""
+        """Tell the broker that this is still being worked on, confirmed; it expects that within its ack wait."""
 
     async def finish(self) -> None:
         """Take the message off the queue for good."""
@@ -127,6 +127,9 @@ class Bus(Protocol):
     async def take_work(self, subject_filter: str, *, consumer: str, most: int, wait_s: float) -> Sequence[Work]:
         """Take up to `most` requests from the work queue; empty when none came within the wait."""
 
+    async def queued(self, subject_filter: str) -> int:
+        """Return how many requests of a filter the work queue holds, waiting and running."""
+
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
         """Read stored messages of a facts or settle subject or filter, oldest first, from after a stream sequence."""
 
@@ -139,8 +142,8 @@ class Bus(Protocol):
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store a value, whatever was there."""
 
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
-        """Store only if the key's revision is still this one (0: does not exist); True if it was stored."""
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
+        """Store only if the key's revision is still this one (0: does not exist); return its new one, else 0."""
 
     async def keys(self, bucket: str) -> Sequence[str]:
         """Return the keys that a bucket holds now."""

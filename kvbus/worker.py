@@ -102,6 +102,8 @@ class Worker:
                 await parts.intake.listen()
                 await parts.presence.register()
                 tasks["presence"] = self._spawn(parts.presence.run(), "presence")
+                if parts.rollback is not None:
+                    tasks["rollback"] = self._spawn(parts.rollback.run(), "rollback")
                 if parts.council is not None:
                     await parts.council.listen()
                     tasks["council"] = self._spawn(parts.council.run(), "council")
@@ -251,6 +253,7 @@ class Worker:
         parts.rounds.run()
         for reader in parts.lending.closed_here():  # their leases have gone back; their keys are closed for good
             parts.source.released(reader.key, reader.nonce)
+        parts.source.tick()
         parts.destination.tick()
 
     async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> None:

@@ -23,7 +23,9 @@ WORDS = (
     "kvbus.events",
     "kvbus.events_*",
     "kvbus.channels",
+    "kvbus.reporting",
     "kvbus.settling",
+    "kvbus.caching",
     "kvbus.names",
     "kvbus.permissions",
     "kvbus.columns",
@@ -50,7 +52,7 @@ CONFINED = {
     "nkeys": ("kvbus.bus_access",),
     "xxhash": ("kvbus.pool.digests",),
     "libucx": UCX_ABI,
-    "ctypes": UCX_ABI,  # ctypes is how UCX's ABI is known; nothing else needs it
+    "ctypes": (*UCX_ABI, "kvbus.dataplane.socket_calls"),  # UCX's ABI, and two calls of the kernel's with many ranges
     "ucp": ("kvbus.dataplane.ucxpy",),
     "torch": TRANSFORMERS,
     "transformers": TRANSFORMERS,
@@ -60,6 +62,8 @@ CONFINED = {
     "vllm": ("kvbus.engines.vllm", "kvbus.engines.vllm_*"),
     "click": ("kvbus.cli", "kvbus.commands"),
     "rich": ("kvbus.cli", "kvbus.commands"),
+    "starlette": ("kvbus.gateway",),
+    "uvicorn": ("kvbus.gateway",),
     "kvbus.testing": (*DOORS, "kvbus.testing"),
 }
 

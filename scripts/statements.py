@@ -119,6 +119,44 @@ P23 Requests that ran out of deliveries are found by asking
 P24 Bounds on the queue hold for each destination
 P25 Heartbeats name the last decision; only the broker repeats facts live
 P26 What is lent, retained and quarantined leaves the engine its longest prompt
+H1 Checks come in one order: body, fields, list of sources, repeat, load
+H2 A body that is no JSON, no source, neither messages nor prompt: 400; an empty prompt counts as one
+H3 JSON that is no object: 400
+H4 Without a list, or for a source that is not on it: 403; neither that nor a 400 touches a counter
+H5 The list is read entry by entry, and what cannot be compared is refused
+H6 Messages win over a prompt
+H7 One prompt has one request hash whatever the order of its keys, and no two kinds of prompt share one
+H8 The request hash covers model, source and salt
+H9 A repeat within the dedup time joins, and does not prolong that time
+H10 A repeat is told before load
+H11 At the cap a request is skipped, and nothing of it is kept
+H12 What is taken on is remembered before the transfer begins
+H13 Every success is 202; how it ends is told by its hash
+H14 The source computes what it lacks, if that is wanted, and lends it
+H15 What is brought goes through the destination's own checks
+H16 Transferred means that pages are held, and is told with pages and bytes
+H17 A failure is counted, and a retry starts at once
+H18 A place is given back in every case
+H19 fired = transferred + failed + inflight at every instant, whatever goes wrong
+H20 Who joined a request hears of its failure
+H21 A transfer has one budget, and the end of one forgets no other
+H22 A dedup time of 0 leaves all other bounds in place
+H23 Nothing is fetched from what a source names; it stands for a registered instance or for nothing
+H24 What is remembered is bounded, at constant cost for each request
+H25 The defaults are the published ones
+H26 Several gateways share what the destination knows
+H27 In the engine, one final result for a transfer, after the usual setup
+H28 The next request reuses what came, and its output is the same
+H29 The counters are exactly the published ones
+H30 No door hands out what a source says of its transport
+H31 What a source holds is found by name, pinned while it is lent, and unpinned whatever happens
+H32 Blocks that the source lacks fail that request alone
+H33 A prefix may be brought, and what is held is not brought again
+H34 A partial last block counts nowhere
+H35 What was learned of a source goes stale when it starts again
+H36 A pull of what the source does not have says so
+H37 A hint with a request names a source; without it, or when it fails, the prompt is computed
+H38 Hosts are compared in one form; an entry that cannot be read stops the start
 """
 """Number and short form, one a line."""
 
@@ -131,15 +169,18 @@ OPEN = {
     "R22": "Nothing but kvbus writes into its pools: there is no native path that could meet a transfer.",
     "P14": "The record is rewritten on simulated time; a real broker trims a short log here, not a day-old one.",
     "P15": "Proved with the simulated broker; a real one has not lost its power in the middle of a decision here.",
-    "P20": "A worker acknowledges what it took; there is no durable claim beside the queue yet.",
-    "P23": "Nothing asks the queue for requests that ran out of deliveries yet.",
-    "P24": "The queue bounds its messages in all, not for each destination yet.",
+    "P20": "The claim is the broker's record of a delivery, and its age: an ack that is late on the wire still counts.",
+    "P23": "The queue has no last delivery, so nothing runs out: what was offered too often ends as a failed outcome.",
+    "P24": "The bound for each destination is kept by requesters; the broker bounds all together, and each consumer.",
+    "H27": "No transfer enters the engine's batch: pages move beside it, and there is no result to finish.",
+    "H31": "The source's side is that of P9 and 34, whoever asked; nothing of it is HTTP.",
+    "H37": "Transfers are asked for ahead of traffic; no engine takes a source's name with a request yet.",
 }
 """Statements that cannot be proved here yet, wholly or in part, each with the reason."""
 
-_NUMBER = r"(?:contract )?[RP]?\d+(?:[–-]\d+)?"
-_REFERENCE = re.compile(rf"#\s*((?:contract [RP]?|[RP])\d+(?:[–-]\d+)?(?:[,;] {_NUMBER})*)(?=$|[:;])")
-_PARTS = re.compile(r"([RP]?)(\d+)(?:[–-](\d+))?")
+_NUMBER = r"(?:contract )?[RPH]?\d+(?:[–-]\d+)?"
+_REFERENCE = re.compile(rf"#\s*((?:contract [RPH]?|[RPH])\d+(?:[–-]\d+)?(?:[,;] {_NUMBER})*)(?=$|[:;])")
+_PARTS = re.compile(r"([RPH]?)(\d+)(?:[–-](\d+))?")
 
 Proof = tuple[str, str]
 """File below the root, and name of the test in it."""

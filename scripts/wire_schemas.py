@@ -44,12 +44,17 @@ BYTES = {
     ("FactsSeen", "hi"): Bytes("positions behind the last, in blocks", 4),
     ("LeaseGranted", "pages"): Bytes("page numbers", 4),
     ("LeaseGranted", "counters"): Bytes("generation counters, one a page", 8),
+    ("HeldLeaseRow", "pages"): Bytes("page numbers", 4),
+    ("HeldLeaseRow", "counters"): Bytes("generation counters, one a page", 8),
+    ("EventsBatch", "events"): Bytes("An event, as it would stand in the stream by itself: a msgpack map."),
     ("LendRequested", "nonce"): Bytes("16 random bytes."),
     ("LendRequested", "names"): Bytes("Page names of 16 bytes each."),
     ("LendRequested", "tokens"): Bytes("token ids", 4),
     ("LendAnswered", "grant"): Bytes("A grant: a msgpack map of its own."),
     ("LendAnswered", "signature"): Bytes("Its Ed25519 signature, 64 bytes."),
     ("LeaseReleased", "nonce"): Bytes("16 random bytes."),
+    ("PagesFound", "pages"): Bytes("page numbers", 4),
+    ("PagesFound", "digests"): Bytes("digests of what the grant said of these pages, one a page", 8),
     ("InstanceRecord", "verify_key"): Bytes("The Ed25519 key that grants are checked with, 32 bytes."),
     ("PlanAnswered", "tokens"): Bytes("token ids", 4),
 }
@@ -107,7 +112,13 @@ def _plain(value: object) -> object:
 
 def _bytes_in(schema: object) -> Iterator[str]:
     properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    return (name for name, one in properties.items() if one.get("format") == "binary")
+    return (name for name, one in properties.items() if _each(one).get("format") == "binary")
+
+
+def _each(schema: Document) -> Document:
+    """Return what an array holds, else the schema itself."""
+    items = schema.get("items")
+    return items if isinstance(items, dict) else schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +134,8 @@ class _Adapted:
             adapted["description"] = " ".join(str(schema["description"]).split())
         properties = cast("dict[str, Document]", adapted.get("properties", {}))
         for field, one in properties.items():
-            if one.get("format") == "binary":
-                self._mark(field, one)
+            if _each(one).get("format") == "binary":
+                self._mark(field, _each(one))
         return adapted
 
     def _mark(self, field: str, schema: Document) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvbus.bus_assets import Assets
 from kvbus.channels import CHANNELS, Channel, Party, channel_of
 from kvbus.errors import PeerError
-from kvbus.events import Header, decode
+from kvbus.events import EventsBatch, Header, decode, split
 from kvbus.topics import Topics
 from kvbus.transport import BUCKET_INSTANCES
 
@@ -32,9 +32,11 @@ class Overheard:
     strangers: list[str] = field(default_factory=list)
 
     def hear(self, subject: str, data: bytes) -> tuple[str, str] | None:
-        """Take one message to a subject of kvbus; return its channel and kind."""
+        """Take one message to a subject of kvbus, and what it holds; return its channel and kind."""
         try:
             channel, header = _channel(subject), decode(data).header
+            for inner in split(data) if header.k == EventsBatch.KIND else ():
+                self.hear(subject, inner)
         except PeerError as error:
             self.strangers.append(f"{subject}: {error}")
             return None

@@ -44,8 +44,8 @@ def main() -> int:
         print(text)
         return 1
     case = Case(PAGE_BYTES, PAGES)
-    with stage_for([case], ("kvbus", "nixl")) as stage:
-        by_name = {one.name: one for one in stage.prepare(case, ("kvbus", "nixl"))}
+    with stage_for([case], ("kvbus-ucx", "nixl")) as stage:
+        by_name = {one.name: one for one in stage.prepare(case, ("kvbus-ucx", "nixl"))}
         for one in by_name.values():
             stage.check(one)
         print(f"{PAGES} pages of 2 MiB are read while their source rewrites the second half of them.")
@@ -56,7 +56,7 @@ def main() -> int:
         shown = say_nixl(by_nixl)
         restore(stage)
         brought = []
-        during_rewrite(stage, lambda: brought.append(stage.destination.bring("kvbus", PAGES)))
+        during_rewrite(stage, lambda: brought.append(stage.destination.bring("kvbus-ucx", PAGES)))
         arrived = [row for row, whole in enumerate(brought[0].arrived) if whole]
         return 0 if say_kvbus(found(stage), arrived, brought[0].text) and shown else 1
 

@@ -18,7 +18,9 @@ from dataplane_socket import TCP_ONLY, Plain, layout, views_of
 from planes.cases import Case, local_pages
 from planes.source import BLOCK_TOKENS, FRAME, LENDERS, SALT, SOURCE_EPOCH, VOCAB_SIZE, Told, Unrecorded, tokens_of
 
+from kvbus.dataplane.choosing import ChoosingReader
 from kvbus.dataplane.memory import MemoryReader
+from kvbus.dataplane.planner import Planner
 from kvbus.dataplane.reading import ReadOrder
 from kvbus.dataplane.socket_reader import SocketReader
 from kvbus.dataplane.ucx import UcxPlane, UcxReader
@@ -39,12 +41,16 @@ LOCAL_EPOCH = 9 << 32 | 1
 TRANSFER_WAIT_S = 60.0
 """Of one transfer; a gigabyte over the slowest transport takes two seconds."""
 WAYS = {
-    "kvbus": ("ucx", "ucx"),
-    "kvbus-memory": ("ucx", "memory"),
-    "kvbus-socket": ("ucx", "socket"),
-    "kvbus-ucx-tcp": ("ucx-tcp", "ucx"),
+    "kvbus": ("ucx", ("ucx", "memory", "socket")),
+    "kvbus-memory": ("ucx", ("memory",)),
+    "kvbus-ucx": ("ucx", ("ucx",)),
+    "kvbus-socket": ("ucx", ("socket",)),
+    "kvbus-ucx-tcp": ("ucx-tcp", ("ucx",)),
 }
-"""By contestant: which lender is asked, and for which transport."""
+"""By contestant: which lender is asked, and for which transports. `kvbus` is what a worker does unless it is told
+otherwise: it asks for all, and its planner takes the one that costs least for these pages."""
+BINDINGS = {"ucx": "auto", "ucx-tcp": "ucx-tcp"}
+"""By lender: which binding reads from it."""
 
 
 class Watched(Unrecorded):
@@ -96,13 +102,15 @@ class Destination:
         memory = MemoryReader(wake=self.woken.set)
         memory.start()
         memory.register(self.pool.memory)
+        self.process = identity()
         by_ucx, by_tcp = (UcxReader(plane, wake=self.woken.set) for plane in self.planes)
-        self.readers: dict[str, Backend] = {
-            "kvbus": by_ucx,
-            "kvbus-memory": memory,
-            "kvbus-socket": sockets,
-            "kvbus-ucx-tcp": by_tcp,
-        }
+        self.by_ucx = {"kvbus-ucx": by_ucx, "kvbus-ucx-tcp": by_tcp}
+        self.choosing = ChoosingReader(
+            "auto", (by_ucx, memory, sockets), planner=Planner(self.process), lanes={by_ucx.name: by_ucx.lanes}
+        )
+        self.readers: dict[str, Backend] = {"auto": self.choosing, "ucx-tcp": by_tcp}
+        self.ways: dict[str, str] = {}
+        """By contestant: which way its last transfer took, and why."""
         self.watched = Watched()
         self.holder = LeaseHolder(
             bindings=[Binding(name, reader, Direction.WRITE) for name, reader in self.readers.items()],
@@ -115,7 +123,6 @@ class Destination:
             member="m0",
             epoch=LOCAL_EPOCH,
         )
-        self.process = identity()
         self.questions = socket.socket(socket.AF_UNIX)
         self.questions.connect(str(path))
         self.answers = self.questions.makefile("rb")
@@ -151,17 +158,17 @@ class Destination:
     def bring(self, contestant: str, count: int) -> "Brought":
         """Run one whole transfer, whatever comes of it; RuntimeError where it does not end."""
         names, transfer = self.names[:count], f"t{next(self.numbers)}"
-        which, transport = WAYS[contestant]
+        which, transports = WAYS[contestant]
         holder, rounds, watched = self.holder, self.rounds, self.watched
         self.woken.clear()
         began = time.perf_counter()
         lease = self.pool.lender.lend_write(names, range(count), prompt_blocks=count, salt=SALT)
-        mode = SubmitMode(contestant, Direction.WRITE)
+        mode = SubmitMode(BINDINGS[which], Direction.WRITE)
         ticket = holder.take(lease, mode, now=time.monotonic(), peer="A", transfer=transfer)
         parties = (Party("m0", LOCAL_EPOCH, 0, ticket),)
         rounds.decide(lambda agreement: agreement.open(transfer, parties))
         rounds.run()
-        order = self.ask(transfer, names, which, transport)
+        order = self.ask(transfer, names, which, transports)
         holder.assign(ticket, order)
         rounds.run()
         deadline = time.monotonic() + TRANSFER_WAIT_S
@@ -174,9 +181,12 @@ class Destination:
         self.said(which, LeaseReleased(key=order.grant.reader, nonce=order.grant.nonce))  # as over the bus, each time
         text, ended_at = watched.texts.pop(ticket, ""), watched.ended_at.pop(ticket)
         del watched.bits[ticket]
+        for way in self.choosing.ways(ticket):
+            if way.step == "moving":
+                self.ways[contestant] = way.text
         return Brought(lease.arrived or (), ended_at - began, text)
 
-    def ask(self, transfer: str, names: tuple[bytes, ...], which: str, transport: str) -> ReadOrder:
+    def ask(self, transfer: str, names: tuple[bytes, ...], which: str, transports: tuple[str, ...]) -> ReadOrder:
         """Ask the source, and check its grant as a worker does."""
         layout_ = self.pool.layout
         key = ReaderKey(instance="B", member="m0", epoch=LOCAL_EPOCH, transfer=transfer, attempt=1, rank=0)
@@ -192,7 +202,7 @@ class Destination:
             wait_s=0.0,
             process=self.process,
             source_epoch=SOURCE_EPOCH,
-            transports=(transport,),
+            transports=transports,
         )
         answer = self.said(which, body)
         if not isinstance(answer, LendAnswered) or answer.status != "granted":
@@ -201,7 +211,7 @@ class Destination:
         expected = Expected(key, "A", SOURCE_EPOCH, layout_.fingerprint(), layout_.page_bytes, len(names))
         if text := refusal(grant, expected):
             raise RuntimeError(f"the grant is refused: {text}")
-        return ReadOrder(grant, expected)
+        return ReadOrder(grant, expected, self.told.process)
 
     def said(self, which: str, body: Body) -> object:
         """Return what a lender answers to a message."""
@@ -213,11 +223,8 @@ class Destination:
 
     def lanes(self) -> dict[str, list[str]]:
         """Return UCX's transports by contestant, once connected."""
-        found = {}
-        for name, reader in self.readers.items():
-            if isinstance(reader, UcxReader):
-                found[name] = [lane for lanes in reader.statistics().lanes.values() for lane in lanes]
-        return found
+        every = {name: reader.statistics().lanes.values() for name, reader in self.by_ucx.items()}
+        return {name: [lane for lanes in known for lane in lanes] for name, known in every.items()}
 
     def close(self) -> None:
         """End the readers and their threads."""

@@ -36,8 +36,8 @@ class Taken:
         }
 
 
-def case_document(case: Case, taken: dict[str, Taken]) -> dict[str, object]:
-    """Return one case: what it moves, and each contestant's row with its share of the limit."""
+def case_document(case: Case, taken: dict[str, Taken], way: str) -> dict[str, object]:
+    """Return one case: what it moves, how kvbus chose to, and each contestant's row with its share of the limit."""
     rows = {name: one.row(case) for name, one in taken.items()}
     if raw := rows.get("raw"):
         for row in rows.values():
@@ -48,6 +48,7 @@ def case_document(case: Case, taken: dict[str, Taken]) -> dict[str, object]:
         "page_bytes": case.page_bytes,
         "count": case.count,
         "contiguous": case.contiguous,
+        "way": way,
         "rounds": max(len(one.seconds) for one in taken.values()),
         "results": rows,
     }
@@ -85,8 +86,9 @@ def targets(cases: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def case_text(case: dict[str, object]) -> str:
     """Return one case as a table."""
+    chosen = f"; kvbus chose {case['way']}" if case.get("way") else ""
     lines = [
-        f"{case['label']}  ({case['rounds']} rounds)",
+        f"{case['label']}  ({case['rounds']} rounds{chosen})",
         f"  {'':14}   best ms    p50 ms    p99 ms    GB/s  of raw   us/page CPU s/GiB",
     ]
     for name, row in _rows(case).items():

@@ -33,6 +33,7 @@ from kvbus.ledger.facts import LeaseFacts
 from kvbus.ledger.holder import LeaseHolder
 from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Direction
+from kvbus.parts import ProcessIdentity
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.poolside import PoolSide
@@ -65,6 +66,7 @@ class Told:
     page_stride: int
     verify_key: bytes
     fingerprint: str
+    process: ProcessIdentity
 
 
 class Unrecorded:
@@ -231,6 +233,7 @@ async def serve(pipe: Connection, path: Path, page_bytes: int, pages: int, *, co
             page_stride=memory.page_stride,
             verify_key=lenders.key.verify_key,
             fingerprint=memory.fingerprint,
+            process=identity(),
         )
     )
     ended = asyncio.Event()

@@ -22,6 +22,7 @@ CONTESTANTS = (
     "raw",
     "kvbus",
     "kvbus-memory",
+    "kvbus-ucx",
     "kvbus-socket",
     "plain-socket",
     "kvbus-ucx-tcp",

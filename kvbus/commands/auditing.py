@@ -181,10 +181,14 @@ class _Auditor:
         after = self._record.after[family]
         if after and self._record.runs is None:
             self._holes.append(f"the record begins after {family.value} {after}: nothing is known of what was before")
-        numbers = [stored.sequence for stored in log]
-        for index in displaced(numbers):
+        for index in displaced([stored.place for stored in log]):
             behind = f"after {log[index - 1].where}" if index else "at the beginning"
             self._disorder.append(f"{self._told(log[index])} is out of order: it stands {behind}")
+        here = {stored.place for stored in log}
+        for stored in {stored.sequence: stored for stored in log if stored.parts > 1}.values():
+            if missing := [part + 1 for part in range(stored.parts) if stored.place - stored.part + part not in here]:
+                text = f"part {missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else f"part {missing[0]}"
+                self._holes.append(f"{text} of {family.value} {stored.sequence} missing, next to {self._told(stored)}")
         by_number = {stored.sequence: stored for stored in log}
         for first, last in _gaps(sorted(by_number), after):
             what = f"{family.value} {first}" if first == last else f"{family.value} {first} to {last}"

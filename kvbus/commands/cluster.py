@@ -20,6 +20,7 @@ from kvbus.bus import NatsBus
 from kvbus.bus_access import TlsFiles
 from kvbus.bus_assets import EMBEDDED, AssetLimits
 from kvbus.commands.auth import RULES, credential_path, write_folder
+from kvbus.commands.http_door import HttpDoor
 from kvbus.config import TransferLimits, checked_settings
 from kvbus.errors import ConfigError
 from kvbus.permissions import Role, User
@@ -32,6 +33,7 @@ STOP_WAIT_S = 30.0
 """A worker's own shutdown is bounded by its parts' budgets of 5 s each; then it is killed."""
 POLL_S = 0.1
 OPERATOR = User(Role.OPERATOR, "operator")
+REQUESTER = User(Role.REQUESTER, "requester")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class ClusterPlan:
     store_dir: Path | None = None
     log_level: str = "info"
     limits: TransferLimits = field(default_factory=TransferLimits)
+    http_port: int | None = None
+    """Where a gateway for these instances listens; 0 takes a free port, None starts none."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,7 @@ class Cluster:
     broker: EmbeddedBroker | None = None
     workers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     registered: dict[str, Registered] = field(default_factory=dict)
+    door: HttpDoor | None = None
     keep_logs: bool = False
     _minder: asyncio.subprocess.Process | None = None
 
@@ -124,15 +129,24 @@ class Cluster:
             limits=EMBEDDED if self.broker else AssetLimits(),
         )
         await self.bus.ensure_assets()
+        if plan.http_port is not None:
+            self.door = HttpDoor(
+                self._door_arguments(plan.http_port), self._environment(), self.run_dir / "gateway.log"
+            )
+            await self.door.spawn()
         for instance in plan.instances:
             progress(f"starting instance {instance}")
             self.workers[instance] = await self._start_worker(instance)
         for instance in plan.instances:
             progress(f"waiting until instance {instance} is ready")
             self.registered[instance] = await self._until_ready(instance)
+        if self.door is not None:
+            await self.door.until_ready()
 
     async def stop(self) -> None:
-        """End workers, then the broker; bounded, and harmless to repeat."""
+        """End the gateway and the workers, then the broker; bounded, and harmless to repeat."""
+        if self.door is not None:
+            await self.door.stop()
         for worker in self.workers.values():
             if worker.returncode is None:
                 worker.send_signal(signal.SIGTERM)
@@ -146,15 +160,23 @@ class Cluster:
         if not self.keep_logs:  # a log that somebody was told to read stays
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
-    async def until_worker_ends(self) -> str:
-        """Wait until one of the workers ends, and return which."""
-        waits = {asyncio.ensure_future(worker.wait()): name for name, worker in self.workers.items()}
+    async def until_part_ends(self) -> str:
+        """Wait until a worker or the gateway ends, and return a sentence about it."""
+        waits = {
+            asyncio.ensure_future(worker.wait()): (f"instance {name}", self.log(name))
+            for name, worker in self.workers.items()
+        }
+        if self.door is not None:
+            waits[asyncio.ensure_future(self.door.ended())] = ("the gateway", self.door.log)
         try:
             ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return waits[ended.pop()]
+        first = ended.pop()
+        (name, log), status = waits[first], first.result()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"{name} {how}, so everything stops; its log: {log}"
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -180,9 +202,7 @@ class Cluster:
         command += ["--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
         command += ["--parent-pid", str(os.getpid())]
         command += [part for name in others for part in ("--allow", name)]
-        if plan.tls:
-            files = {"--tls-ca": plan.tls.ca, "--tls-cert": plan.tls.cert, "--tls-key": plan.tls.key}
-            command += [part for name, file in files.items() if file for part in (name, str(file))]
+        command += self._tls_arguments()
         with self.log(instance).open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command,
@@ -193,17 +213,32 @@ class Cluster:
                 env=self._environment(instance),
             )
 
-    def _environment(self, instance: str) -> dict[str, str]:
-        """What a worker enters with; not on its command line, where all can read it."""
+    def _door_arguments(self, port: int) -> list[str]:
+        plan = self.plan
+        arguments = ["--port", str(port), "--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
+        arguments += ["--inflight-max", str(plan.limits.inflight_max), "--dedup-ttl", str(plan.limits.dedup_ttl_s)]
+        arguments += [part for name in plan.instances for part in ("--instance", name)]
+        if "KV_TRANSFER_SOURCE_ALLOW" not in os.environ:
+            arguments += ["--source-allow", ",".join(plan.instances)]
+        return [*arguments, "--parent-pid", str(os.getpid()), *self._tls_arguments()]
+
+    def _tls_arguments(self) -> list[str]:
+        tls = self.plan.tls
+        files = {"--tls-ca": tls.ca, "--tls-cert": tls.cert, "--tls-key": tls.key} if tls else {}
+        return [part for name, file in files.items() if file for part in (name, str(file))]
+
+    def _environment(self, instance: str = "") -> dict[str, str]:
+        """What a worker or the gateway enters with; not on its command line, where all can read it."""
         environment = {**os.environ, "KVBUS_NATS_TOKEN": self.token}
         environment.pop("KVBUS_NATS_CREDENTIALS", None)  # that may be for another broker than ours
-        own = credential_path(self.keys, _user(instance)) if self.plan.guarded else self.credentials
+        user = _user(instance) if instance else REQUESTER
+        own = credential_path(self.keys, user) if self.plan.guarded else self.credentials
         return environment | ({"KVBUS_NATS_CREDENTIALS": str(own)} if own else {})
 
     def _write_keys(self) -> Path:
         """Make a credential for each instance, for who asks, who watches and who runs this; return the rules."""
         users = [OPERATOR, *map(_user, self.plan.instances)]
-        users += [User(Role.REQUESTER, "requester"), User(Role.OBSERVER, "observer")]
+        users += [REQUESTER, User(Role.OBSERVER, "observer")]
         write_folder(self.keys, users, Topics(self.plan.prefix))
         return self.keys / RULES
 

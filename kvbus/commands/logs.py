@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvbus.errors import PeerError
-from kvbus.events import Event, UnknownKind, decode
-from kvbus.subscriber import Seen
+from kvbus.events import decode
+from kvbus.subscriber import Seen, told
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus, Delivery
 
@@ -94,25 +94,10 @@ class LogReader:
             page = await self._bus.history(self._filters[family], after_sequence=self.last[family], most=_PAGE)
             for delivery in page:
                 self.last[family] = delivery.sequence
-                if (event := self._decoded(delivery)) is not None:
+                for event in told(delivery, self._topics, self.skipped):
                     yield Seen(family, delivery.sequence, event)
             if len(page) < _PAGE:
                 return
-
-    def _decoded(self, delivery: Delivery) -> Event | None:
-        try:
-            event = decode(delivery.data)
-            instance = self._topics.parse(delivery.subject).name
-        except PeerError:
-            self.skipped["malformed"] += 1
-            return None
-        if isinstance(event.body, UnknownKind):
-            self.skipped["unknown_kind"] += 1
-            return None
-        if event.header.i != instance:
-            self.skipped["wrong_subject"] += 1  # one instance speaks on the subject of another
-            return None
-        return event
 
 
 async def _smallest(holds: Callable[[int], Awaitable[bool]], below: int) -> int:

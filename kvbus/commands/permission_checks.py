@@ -131,10 +131,12 @@ def _own_rights(user: User, topics: Topics, names: AssetNames) -> Iterator[_Righ
         f"CONSUMER.CREATE.{names.transfer}.{queue}.{topics.transfer_filter(own)}",
         f"CONSUMER.MSG.NEXT.{names.transfer}.{queue}",
         *(f"STREAM.MSG.GET.KV_{bucket}" for bucket in buckets),
+        f"CONSUMER.CREATE.{names.facts}.{PROBE}.{topics.facts(own)}",
     ]
     heard = [topics.command(own, verb) for verb in (Command.TRANSFER, Command.CANCEL)]
-    heard += [topics.command(own, verb, member) for verb in (Command.LEASE, Command.PLAN) for member in user.members]
-    heard += [topics.query(own, Query.STATS)]
+    alone = (Command.LEASE, Command.PLAN, Command.CACHE)
+    heard += [topics.command(own, verb, member) for verb in alone for member in user.members]
+    heard += [topics.query(own, Query.STATS), *(topics.query(own, Query.SNAPSHOT, name) for name in user.members)]
     if len(user.members) > 1:
         asked += [f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle(own)}", f"STREAM.MSG.GET.{names.settle}"]
         heard += [topics.live_settle(own), topics.shares(own), topics.heartbeat(own)]
@@ -164,6 +166,7 @@ def _stream_rights(topics: Topics, names: AssetNames) -> Iterator[_Right]:
         (_ALL, f"STREAM.INFO.KV_{names.instances}"),
         (facts, f"CONSUMER.CREATE.{names.facts}.{PROBE}.{topics.facts_filter()}"),
         (settle, f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle_filter()}"),
+        (facts, f"STREAM.INFO.{names.transfer}"),
         (operator, f"STREAM.MSG.GET.{names.transfer}"),
         (operator, f"STREAM.CREATE.{PROBE}"),
         (operator, f"DIRECT.GET.KV_{names.instances}"),  # it would send a stored message wherever its asker says
@@ -202,7 +205,9 @@ def _message_rights(topics: Topics) -> Iterator[_Right]:
         (operator, lambda name: topics.command(name, Command.PLAN, "m0")),
         (requesters, lambda name: topics.command(name, Command.TRANSFER)),
         (requesters, lambda name: topics.command(name, Command.CANCEL)),
+        (requesters, lambda name: topics.command(name, Command.CACHE, "m0")),
         (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.STATS)),
+        (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.SNAPSHOT, "m0")),
     ):
         yield _Right("publish", roles, build)
 

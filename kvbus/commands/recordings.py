@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 from kvbus.codec import pack, unpack
 from kvbus.commands.lifelines import Run
 from kvbus.errors import ConfigError, PeerError
-from kvbus.events import EVENT_LENGTH_MAX_BYTES, Event, UnknownKind, decode
+from kvbus.events import BATCH_EVENTS_MAX, EVENT_LENGTH_MAX_BYTES, Event, EventsBatch, UnknownKind, decode, split
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
 
@@ -37,21 +37,42 @@ _PAGE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One message as a log holds it; `data` is empty for a repeat that the broker stored under the same event id."""
+    """One event as a log holds it; `data` is empty for a repeat that the broker stored under the same message id.
+
+    `part` counts from 0 where the log's message holds a batch of `parts` events.
+    """
 
     family: Family
     sequence: int
     subject: str
     data: bytes
+    part: int = 0
+    parts: int = 1
 
     @property
     def where(self) -> str:
         """Its place in words."""
-        return f"{self.family.value} {self.sequence}"
+        return f"{self.family.value} {self.sequence}{f' part {self.part + 1}' if self.parts > 1 else ''}"
+
+    @property
+    def place(self) -> int:
+        """Its place in its log, which holds batches of at most so many events."""
+        return self.sequence * BATCH_EVENTS_MAX + self.part
+
+    def events(self) -> "Iterator[Stored]":
+        """Yield each event of a message that holds a batch; itself where it does not, or cannot be read."""
+        try:
+            parts = split(self.data)
+        except PeerError:
+            parts = (self.data,)
+        for part, data in enumerate(parts):
+            yield Stored(self.family, self.sequence, self.subject, data, part, len(parts))
 
     def event(self) -> Event:
         """Return the event; PeerError where the bytes hold none, or one that another instance speaks."""
         event = decode(self.data)
+        if isinstance(event.body, EventsBatch):
+            raise PeerError("it is a batch where one event should stand")
         if isinstance(event.body, UnknownKind):
             raise PeerError("it is of a kind that this version does not know", kind=event.body.kind)
         if self.subject.rpartition(".")[2] != Topics().facts(event.header.i).rpartition(".")[2]:
@@ -112,7 +133,9 @@ class LogTap:
                 page = await self._bus.history(subject_filter, after_sequence=self._last[family], most=_PAGE)
                 for delivery in page:
                     self._last[family] = delivery.sequence
-                    yield self._without_repeat(Stored(family, delivery.sequence, delivery.subject, delivery.data))
+                    stored = Stored(family, delivery.sequence, delivery.subject, delivery.data)
+                    for one in self._without_repeat(stored).events():
+                        yield one
                 if len(page) < _PAGE:
                     break
 
@@ -129,7 +152,7 @@ class LogTap:
         record.stored = [stored for log in kept.values() for stored in log]
 
     def _without_repeat(self, stored: Stored) -> Stored:
-        """A member stores one event at a time, so a broker that forgot an id stores a repeat right behind it."""
+        """A member stores one message at a time, so a broker that forgot an id stores a repeat right behind it."""
         run = _run_of(stored)
         digest = hash(stored.data)
         if self._newest.get((stored.family, run)) == digest and run[1]:
@@ -164,7 +187,8 @@ class RecordingWriter:
         """Write one message."""
         self._counts[stored.family] += 1
         log, sequence = stored.family.value, stored.sequence
-        self._frame({"log": log, "sequence": sequence, "subject": stored.subject, "data": stored.data})
+        frame: dict[str, object] = {"log": log, "sequence": sequence, "subject": stored.subject, "data": stored.data}
+        self._frame(frame | ({"part": stored.part, "parts": stored.parts} if stored.parts > 1 else {}))
 
     def flush(self) -> None:
         """Hand over to the system what was written so far."""
@@ -267,7 +291,12 @@ def _stored(frame: dict[str, object]) -> Stored:
     log, sequence, subject, data = (frame.get(name) for name in ("log", "sequence", "subject", "data"))
     if log not in LOGS or not isinstance(sequence, int) or not isinstance(subject, str) or not isinstance(data, bytes):
         raise PeerError("a frame of the recording holds no stored event", fields=sorted(frame)[:8])
-    return Stored(Family(str(log)), sequence, subject, data)
+    part, parts = frame.get("part", 0), frame.get("parts", 1)
+    if not isinstance(part, int) or not isinstance(parts, int) or not 0 <= part < parts <= BATCH_EVENTS_MAX:
+        raise PeerError(
+            "a frame of the recording counts its parts wrongly", part=repr(part)[:20], parts=repr(parts)[:20]
+        )
+    return Stored(Family(str(log)), sequence, subject, data, part, parts)
 
 
 def _counts(value: object) -> dict[Family, int]:
@@ -284,7 +313,7 @@ def _runs(value: object) -> frozenset[Run] | None:
         return None
     try:
         return frozenset((str(instance), str(member), int(epoch)) for instance, member, epoch in _rows(value))
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise PeerError("the recording's runs must be rows of instance, member, epoch") from error
 
 
@@ -299,8 +328,9 @@ def _by_name(counts: Mapping[Family, int]) -> dict[str, object]:
 
 
 def _run_of(stored: Stored) -> Run:
+    """Return who speaks in a message, be it an event or a batch; nobody where it cannot be read."""
     try:
-        header = stored.event().header
+        header = decode(stored.data).header
     except PeerError:
         return "", "", 0
     return header.i, header.m, header.e

@@ -2,15 +2,18 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
 from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, entering, entering_options, json_option, print_document
+from kvbus.commands.gateway import is_installed
 from kvbus.commands.worker import engine_options
-from kvbus.config import DIGESTS, ENGINES, state_dir, write_state
+from kvbus.config import DIGESTS, ENGINES, TransferLimits, state_dir, write_state
+from kvbus.errors import ConfigError
 
 
 @click.command()
@@ -23,7 +26,7 @@ from kvbus.config import DIGESTS, ENGINES, state_dir, write_state
     "--transport",
     "--backend",
     "backend",
-    type=click.Choice(["auto", "ucx", "memory", "socket"]),
+    type=click.Choice(["auto", "ucx", "memory", "socket", "ucx-py"]),
     default="ucx",
     show_default=True,
     help="How pages are read; auto: the cheapest way for each transfer.",
@@ -34,6 +37,22 @@ from kvbus.config import DIGESTS, ENGINES, state_dir, write_state
 @click.option("--token", default="", envvar="KVBUS_NATS_TOKEN", help="The broker's token.")
 @click.option("--port", default=0, help="Port for the broker that is started; 0 takes a free one.")
 @click.option("--auth", "guarded", is_flag=True, help="Give that broker users: a credential for each who speaks.")
+@click.option("--http/--no-http", default=is_installed, help="Serve HTTP as well; by default where it is installed.")
+@click.option("--http-port", default=0, metavar="PORT", help="Its port; 0 takes a free one.")
+@click.option(
+    "--inflight-max",
+    default=4,
+    show_default=True,
+    envvar="KV_TRANSFER_MAX_INFLIGHT",
+    help="Transfers at a time into one instance.",
+)
+@click.option(
+    "--dedup-ttl",
+    default=300.0,
+    show_default=True,
+    envvar="KV_TRANSFER_DEDUP_TTL",
+    help="Seconds in which a repeat joins.",
+)
 @entering_options
 @json_option
 def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
@@ -58,9 +77,24 @@ def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
         nats_port=int(str(settings["port"])),
         store_dir=state_dir() / "nats",
         guarded=bool(settings["guarded"]),
+        limits=_limits(settings),
+        http_port=int(str(settings["http_port"])) if settings["http"] else None,
         **entering(),
     )
     return asyncio.run(_up(plan, as_json=as_json))
+
+
+def _limits(settings: Mapping[str, object]) -> TransferLimits:
+    """Return the limits that workers and gateway share."""
+    try:
+        return TransferLimits.model_validate(
+            {"inflight_max": settings["inflight_max"], "dedup_ttl_s": settings["dedup_ttl"]}
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"setting {problem['loc'][0]} does not fit: {problem['msg']}", got=problem["input"]
+        ) from error
 
 
 async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
@@ -84,16 +118,13 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
             print_document({key: value for key, value in state.items() if key != "token"})
         _explain(cluster, screen.print)
         screen.print(f"[dim]address and token: {path}[/]")
-        ended = asyncio.ensure_future(cluster.until_worker_ends())
+        ended = asyncio.ensure_future(cluster.until_part_ends())
         await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             ended.cancel()
             return 0
         cluster.keep_logs = True
-        name = ended.result()
-        status = cluster.workers[name].returncode or 0
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        screen.print(f"[red]instance {name} {how}, so everything stops; its log: {cluster.log(name)}[/]")
+        screen.print(f"[red]{ended.result()}[/]")
         return EXIT_FAILED
     finally:
         starting.cancel()
@@ -109,6 +140,8 @@ def _state(cluster: Cluster) -> dict[str, object]:
     sockets = {name: str(cluster.socket(name)) for name in cluster.plan.instances}
     state: dict[str, object] = {"nats_url": cluster.url, "token": cluster.token, "prefix": cluster.plan.prefix}
     state["sockets"] = sockets
+    if cluster.door is not None:
+        state["http_url"] = cluster.door.url
     if cluster.credentials:
         state["credentials"] = str(cluster.credentials)
     return state
@@ -123,6 +156,8 @@ def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
         )
         say(f"instance [bold]{name}[/]: {engine}, {one.record.pages} pages, {size:.0f} MB")
     say(f"broker: {cluster.url}")
+    if cluster.door is not None:
+        say(f"gateway: {cluster.door.url} (what it offers: {cluster.door.url}/docs)")
     if cluster.plan.guarded:
         say(f"credentials: {cluster.keys}")
     if len(names) > 1:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
+from kvbus.bus_assets import WorkLimits
 from kvbus.commands.common import Entering, broker_options, entering, json_option, print_document, set_up_logging
 from kvbus.config import DIGESTS, ENGINES, WorkerSettings, checked_settings, discover
 from kvbus.engines.model_cache import default_folder
 from kvbus.errors import ConfigError
 from kvbus.permissions import Role, User
+from kvbus.roles.intake import FETCH_MOST
 from kvbus.topics import Topics
 from kvbus.worker import run_worker
 
@@ -63,7 +65,7 @@ def json_object(option: str, given: str) -> dict[str, object]:
     "--transport",
     "--backend",
     "backend",
-    type=click.Choice(["auto", "ucx", "memory", "socket"]),
+    type=click.Choice(["auto", "ucx", "memory", "socket", "ucx-py"]),
     default="auto",
     show_default=True,
     help="How pages are read; auto: the cheapest way for each transfer.",
@@ -72,6 +74,9 @@ def json_object(option: str, given: str) -> dict[str, object]:
 @click.option("--socket-address", default="127.0.0.1", show_default=True, help="Where the page server listens.")
 @click.option("--socket-port", default=0, show_default=True, help="Its port; 0: any that is free.")
 @click.option("--socket-advertise", multiple=True, metavar="IP", help="An address that grants name instead.")
+@click.option(
+    "--url", "urls", multiple=True, metavar="URL", help="A base URL of this instance, as HTTP clients know it."
+)
 @click.option("--devices", default="lo", show_default=True, help="Network devices for UCX.")
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
 @click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
@@ -130,6 +135,8 @@ async def _run(settings: WorkerSettings, files: Entering, *, as_json: bool) -> N
         name=f"{settings.instance}.{settings.member}",
         token=settings.nats_token or None,
         topics=Topics(settings.prefix),
+        # Room beside those that run for as many as are taken at a time: what is too much is told so, and does not wait.
+        work=WorkLimits(in_flight_max=settings.limits.inflight_max + FETCH_MOST),
         **files,
     )
     try:

@@ -112,10 +112,20 @@ def _worker(notes: Notes, one: Registered, beats: Beats, counters: Counted, now:
     beat_at, load = heard
     about += f"; heartbeat {now - beat_at:.1f} s ago, {counted(load.transfers_running, 'transfer')} running"
     about += f", {load.pages_free} pages free{_lanes(counters)}"
-    if load.pages_free + load.pages_cached == 0:
+    if broken := _broken(counters):
+        notes.wrong(name, f"{'; '.join(broken)}; {about}", "see its log, and start it again")
+    elif load.pages_free + load.pages_cached == 0:
         notes.warning(name, about, "no page is free and none is cached: start it with more --pages")
     else:
         notes.ok(name, about)
+
+
+def _broken(counters: Counted) -> list[str]:
+    """Say which transports have broken down for good, and which parts take nothing any more."""
+    failed = _beginning(counters, "ways_failed_")
+    ways = [f"reads by {name.removeprefix('ways_failed_')} no more: {why}" for name, why in failed]
+    stopped = sorted(name for name, is_stopped in counters.items() if name.endswith("_stopped") and is_stopped)
+    return ways + [f"{name.removesuffix('_stopped')} is stopped: it takes no leases" for name in stopped]
 
 
 def _lanes(counters: Counted) -> str:
@@ -137,7 +147,8 @@ def _pairs(notes: Notes, found: Sequence[Registered], stats: Mapping[str, Counte
     pairs = list(_readers_and_lenders(found))
     for reader, lender in pairs[:PAIRS_SHOWN_MAX]:
         name = f"{lender.instance} → {reader.instance}"
-        _pair(notes, name, reader, lender, _readable(reader, stats[reader.instance]))
+        offered = _unbroken(lender.record.transports, stats[lender.instance])
+        _pair(notes, name, reader, lender, _readable(reader, stats[reader.instance]), offered)
     if len(pairs) > PAIRS_SHOWN_MAX:
         notes.ok("more pairs", f"{len(pairs) - PAIRS_SHOWN_MAX} are not shown")
     if len({one.instance for one in found}) > 1 and not pairs:
@@ -156,13 +167,24 @@ def _readers_and_lenders(found: Sequence[Registered]) -> Iterator[tuple[Register
 def _readable(reader: Registered, counters: Counted) -> tuple[str, ...]:
     """Return by what an instance reads: as it says itself, else by what it offers."""
     said = tuple(name.removeprefix("ways_open_") for name, _ in _beginning(counters, "ways_open_"))
-    return said or reader.record.transports
+    return _unbroken(said or reader.record.transports, counters)
 
 
-def _pair(notes: Notes, name: str, reader: Registered, lender: Registered, readable: tuple[str, ...]) -> None:
+def _unbroken(transports: Sequence[str], counters: Counted) -> tuple[str, ...]:
+    return tuple(name for name in transports if f"ways_failed_{name}" not in counters)
+
+
+def _pair(
+    notes: Notes,
+    name: str,
+    reader: Registered,
+    lender: Registered,
+    readable: tuple[str, ...],
+    offered: tuple[str, ...],
+) -> None:
     ranking = Planner(reader.record.process).rank(
         ours=readable,
-        offered=lender.record.transports,
+        offered=offered,
         lender=lender.record.process,
         pages=PAGES,
         page_bytes=reader.record.page_bytes,
@@ -170,5 +192,5 @@ def _pair(notes: Notes, name: str, reader: Registered, lender: Registered, reada
     if ranking.candidates:
         notes.ok(name, f"pages would come {ranking.text(ranking.transports[0])}")
     else:
-        found = f"{reader.instance} reads by {', '.join(readable)}, {lender.instance} offers "
-        notes.wrong(name, f"{found}{', '.join(lender.record.transports)}", "start both with --transport auto")
+        found = f"{reader.instance} reads by {', '.join(readable) or 'nothing'}, {lender.instance} offers "
+        notes.wrong(name, f"{found}{', '.join(offered) or 'nothing'}", "start both with --transport auto")

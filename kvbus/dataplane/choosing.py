@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvbus.dataplane.planner import Planner, Ranking
 from kvbus.dataplane.reader import ATTEMPTS_MAX, PEERS_MAX, Isolation, Pair
 from kvbus.dataplane.reading import ReadOrder
+from kvbus.errors import BackendError
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Backend, Change, Failed, Order, SubmissionRejectedError
 
@@ -36,6 +37,13 @@ class Way(NamedTuple):
 
     step: str
     text: str
+
+
+class Found(NamedTuple):
+    """What was found of a lender's pages, for it to know: rows whose bytes differ, and how many were rewritten."""
+
+    differing: tuple[int, ...] = ()
+    changed: int = 0
 
 
 @dataclass(slots=True)
@@ -59,7 +67,8 @@ class _Rest:
 class ChoosingStatistics:
     """Orders by the transport that took them, tries that came to nothing, and how many of those went on elsewhere.
 
-    `lanes` counts, by a transport's own lane, the peers that were last read over it; `opened` names the transports.
+    `lanes` counts, by a transport's own lane, the peers that were last read over it; `opened` names the transports, and
+    `failed` those that have broken down for good, with why.
     """
 
     opened: tuple[str, ...]
@@ -67,6 +76,7 @@ class ChoosingStatistics:
     refused: Mapping[str, int]
     passed_on: int
     lanes: Mapping[str, int]
+    failed: Mapping[str, str]
 
 
 class ChoosingReader:
@@ -97,6 +107,9 @@ class ChoosingReader:
         self._taken: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._passed_on = 0
+        self._found: OrderedDict[int, Found] = OrderedDict()
+        self._failed: dict[str, str] = {}
+        self._kept: list[Change] = []
 
     def __repr__(self) -> str:
         return f"<ChoosingReader {' '.join(backend.name for backend in self._backends)} attempts={len(self._given)}>"
@@ -126,6 +139,10 @@ class ChoosingReader:
         """Return and forget what is to be told of the way that this ticket's order takes, oldest first."""
         return self._ways.pop(ticket, ())
 
+    def found(self, ticket: int) -> Found:
+        """Return and forget what this ticket's order found of the lender's pages."""
+        return self._found.pop(ticket, Found())
+
     def statistics(self) -> ChoosingStatistics:
         """Return the counters as they stand."""
         lanes = Counter(lane for lanes in self._lanes_of.values() for lane in lanes)
@@ -135,17 +152,33 @@ class ChoosingReader:
             refused=dict(self._refused),
             passed_on=self._passed_on,
             lanes=dict(lanes),
+            failed=dict(self._failed),
         )
 
     def changes(self) -> Sequence[Change]:
-        """Return and forget what changed since the last call; an attempt that goes on elsewhere has not changed."""
-        listed: list[Change] = []
+        """Return and forget what changed since the last call; an attempt that goes on elsewhere has not changed.
+
+        BackendError once the last transport has broken down; what others listed before that comes with the next call.
+        """
+        listed, self._kept = self._kept, []
+        failed = len(self._failed)
         for backend in self._backends:
-            for change in backend.changes():
+            for change in self._listed(backend):
                 passed = self._pass_on(change, backend.name)
                 if passed is not None:
                     listed.append(passed)
+        if failed < len(self._failed) == len(self._backends):
+            self._kept = listed
+            raise BackendError("; ".join(self._failed.values()))
         return listed
+
+    def _listed(self, backend: Backend) -> Sequence[Change]:
+        """Return a transport's changes; one that has broken down refuses from now on, and orders go on elsewhere."""
+        try:
+            return backend.changes()
+        except BackendError as error:
+            self._failed[backend.name] = str(error)
+            return ()
 
     def cancel(self, ticket: int, attempt: int) -> None:
         """Ask every backend; all but the one that has the attempt take no notice."""
@@ -232,6 +265,10 @@ class ChoosingReader:
                     return change
                 self._passed_on += 1
                 return None
+        if change.differing or change.changed:
+            self._found[change.ticket] = Found(change.differing, change.changed)
+            if len(self._found) > ATTEMPTS_MAX:  # nobody asked; one for each attempt that may be under way is enough
+                self._found.popitem(last=False)
         self._note_lanes(given, name)
         del self._given[pair]
         return change

@@ -15,37 +15,35 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvbus.dataplane.copying import Copier, Turn
+from kvbus.dataplane.cutting import WORDS, Limits, matching, rows_where
 from kvbus.dataplane.reader import Isolation, Outbox, Pace, Pair, Progress
-from kvbus.dataplane.reading import Limits, LocalPool, limits_for, plan
+from kvbus.dataplane.reading import LocalPool, limits_for, plan
 from kvbus.errors import BackendError, KvbusError, PeerError
 from kvbus.events import ProcessIdentity
 from kvbus.grants import Grant, MemoryAccess
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Change, Order, SubmissionRejectedError
-from kvbus.pool.generations import Generation
+from kvbus.pool.generations import RECORD_BYTES
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import identity, open_pidfd, start_ticks
 
 MAPPINGS_MAX = 64
 """Pools of other processes mapped at once: several times the workers of one host; each costs address space only."""
-COPY_BYTES_MAX = 1 << 20
-"""One copy: 0.2 ms, so that a cancel is seen soon; longer ones gain nothing."""
 IDLE_S = 1.0
 """Nothing depends on it: should a wake be lost, the thread looks again this soon."""
+NO_MEMORY = "this process has no memory to read with"
 JOIN_S = 5.0
-"""The thread looks up after each copy; only a stopped machine meets this."""
+"""The thread looks up after each turn; only a stopped machine meets this."""
 
 SourceKey = tuple[ProcessIdentity, int, int]
 """Process, descriptor and epoch of a mapped pool: the process itself, for a name can come back with another one."""
-Copy = tuple[NDArray[np.uint8], NDArray[np.uint8]]
-"""Where to, and where from."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatistics:
-    """Counters of the reader."""
+    """Counters of the reader; a copy is what one turn copies, up to a mebibyte."""
 
     length_bytes: int
     copies: int
@@ -55,34 +53,33 @@ class MemoryStatistics:
 
 
 class _Reading:
-    """One attempt: its copies in order, each segment verified after its last byte."""
+    """One attempt: its copies in order, turn by turn, each segment verified after its last byte."""
 
     def __init__(self, progress: Progress, source: PoolMemory, target: PoolMemory, limits: Limits) -> None:
         self.progress = progress
         self.source = source
-        self.copies = self._copies(target, limits)
-        self.next_copy: Copy | None = None
+        self.turns = self._turns(Copier(progress.plan, source, target, limits))
+        self.next_turn: Turn | None = None
+        self._pages, self._expected = progress.plan.page_column(), progress.plan.expected_records()
+        first, end = source.generations_offset, source.generations_offset + RECORD_BYTES * source.page_count
+        self._records = source.whole[first:end].view(np.uint64).reshape(-1, WORDS)
 
     def advance(self) -> None:
         """Look what to copy next; verifies a segment when its last copy was made."""
-        self.next_copy = next(self.copies, None) if self.progress.stop is None else None
+        self.next_turn = next(self.turns, None) if self.progress.stop is None else None
 
-    def _copies(self, target: PoolMemory, limits: Limits) -> Generator[Copy, None, None]:
-        checked = self.progress.plan
-        length, step = checked.local.page_bytes, min(COPY_BYTES_MAX, limits.run_bytes)
-        for segment in checked.segments(limits):
+    def _turns(self, copier: Copier) -> Generator[Turn, None, None]:
+        segments = self.progress.plan.segments(copier.limits, with_runs=not copier.gathers, with_spans=False)
+        for segment in segments:
             rows = self._unchanged(segment.rows)  # only saves copying: what counts is the look afterwards (P2)
-            for row in rows:
-                to = target.page_bytes(checked.local_pages[row])
-                from_ = self.source.page_bytes(checked.source_pages[row])
-                for first in range(0, length, step):
-                    yield to[first : first + step], from_[first : first + step]
+            if rows:
+                yield from copier.turns(segment)
             self.progress.verified(segment, self._unchanged(rows))
 
     def _unchanged(self, rows: Sequence[int]) -> tuple[int, ...]:
-        checked, read = self.progress.plan, self.source.generations.read
-        epoch, pages, counters = checked.grant.lender_epoch, checked.source_pages, checked.counters
-        return tuple(row for row in rows if read(pages[row]) == Generation(epoch, counters[row]))
+        """Return the rows whose generation is the grant's now, as the source's own table says."""
+        chosen = np.array(rows, dtype=np.int64)
+        return rows_where(rows, matching(self._records[self._pages[chosen]], self._expected[chosen]))
 
 
 class MemoryReader:
@@ -199,7 +196,7 @@ class MemoryReader:
             self._wait()
             while self._commands:
                 self._commands.popleft()()
-            self._copy_one()
+            self._take_turn()
         self._readings.clear()
         while self._sources:
             self._sources.popitem()[1].close()
@@ -211,32 +208,36 @@ class MemoryReader:
             if wait_s and not self._commands and not self._stopping:
                 self._turn.wait(min(wait_s, IDLE_S))
 
-    def _copy_one(self) -> None:
+    def _take_turn(self) -> None:
         now = time.monotonic()
         if not self._readings or self._pace.wait_s(now):
             return
         reading = self._readings[0]
         self._readings.rotate(-1)
-        if reading.next_copy is not None:
-            to, from_ = reading.next_copy
-            to[:] = from_  # numpy gives the GIL away meanwhile
-            self._pace.spend(len(to), now)
-            self._length_bytes += len(to)
-            self._copied += 1
-        reading.advance()
-        if reading.next_copy is None:
+        try:
+            if reading.next_turn is not None:
+                copied = reading.next_turn()
+                self._pace.spend(copied, now)
+                self._length_bytes += copied
+                self._copied += 1
+            reading.advance()
+        except MemoryError:  # only this attempt ends by it; its copies were made, or were not begun
+            reading.progress.fail(FailureClass.TRANSPORT, NO_MEMORY)
+            reading.next_turn = None
+        if reading.next_turn is None:
             self._end(reading)
 
     def _begin(self, progress: Progress, target: PoolMemory) -> None:
         try:
-            source = self._source(progress.plan.grant)
+            reading = _Reading(progress, self._source(progress.plan.grant), target, self._limits)
+            reading.advance()
         except PeerError as error:
             progress.fail(FailureClass.GRANT_REFUSED, str(error))
         except KvbusError as error:
             progress.fail(FailureClass.PEER_LOST, str(error))
+        except MemoryError:
+            progress.fail(FailureClass.TRANSPORT, NO_MEMORY)
         else:
-            reading = _Reading(progress, source, target, self._limits)
-            reading.advance()
             self._readings.append(reading)
             return
         self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
@@ -249,7 +250,7 @@ class MemoryReader:
                 self._end(reading)
 
     def _end(self, reading: _Reading) -> None:
-        reading.copies.close()
+        reading.turns.close()
         self._readings.remove(reading)
         self._outbox.report(reading.progress.change(Evidence.COMPLETED))
 

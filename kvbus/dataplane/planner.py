@@ -65,13 +65,14 @@ Costs = Mapping[str, Cost]
 
 MEASURED: Final[Costs] = MappingProxyType(
     {
-        "memory": Cost(165, 11, 155),
-        "ucx over cma": Cost(335, 6.5, 250),
+        "memory": Cost(165, 0.8, 155),
+        "ucx over cma": Cost(335, 4.2, 250),
         "ucx over tcp": Cost(400, 12, 580),
         "socket": Cost(495, 1.5, 450),
     }
 )
 """What bench/ways.py prints, the middle of three runs on two busy cores: 1 to 256 scattered pages of 4 KiB to 2 MiB.
+What a page costs by memory and over cma was measured again, on busier cores, since many share a turn or a post.
 
 TCP was measured over loopback. A slower network adds the same to both ways that use it. RDMA was not measured: no
 wheel of UCX has it. Where it is, name `ucx`."""

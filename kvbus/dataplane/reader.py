@@ -189,7 +189,7 @@ class Progress:
         """Return how the attempt ended; called once, when nobody of ours touches its pages any more."""
         result, text = self._result()
         ticket, attempt = self.pair
-        return Change(ticket, attempt, result, evidence, text)
+        return Change(ticket, attempt, result, evidence, text, tuple(sorted(self._differing)), self._changed)
 
     def _with_their_bytes(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the rows whose bytes here are those of the grant's digests: all, where nobody compares."""

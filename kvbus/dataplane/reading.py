@@ -9,28 +9,47 @@ and merged where both sides are contiguous.
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from operator import sub
-from typing import NamedTuple
 
+import numpy as np
+
+from kvbus.dataplane.cutting import (
+    RUN_BYTES_MAX,
+    SCRATCH_BYTES,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_ROWS_MAX,
+    Limits,
+    Pages,
+    Records,
+    Run,
+    Segment,
+    Side,
+    expected_records,
+    segments_of,
+)
 from kvbus.grants import Expected, Grant, refusal
 from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.types import Direction, Order, SubmissionRejectedError
 from kvbus.parts import ProcessIdentity
 from kvbus.pool.digests import DigestMode
-from kvbus.pool.generations import RECORD_BYTES
 from kvbus.pool.memory import PoolMemory, PoolPlan
 
-RUN_BYTES_MAX = 8 << 20
-"""One get: longer ones gain no speed (2 MiB runs already reach the speed of 1 GiB), and would delay a cancel."""
-SEGMENT_BYTES_MAX = 8 << 20
-"""What is verified together and lost together: 2 ms of reading on one host; its after-read costs some 10 µs."""
-SEGMENT_ROWS_MAX = 4096
-"""8 MiB of the smallest sensible pages, 2 KiB; their records alone then fit the scratch four times over."""
-SPAN_GAP_RECORDS_MAX = 1024
-"""Reading 32 KiB of records that nobody asked for costs less (6 µs) than one more get (10 µs)."""
-SCRATCH_BYTES = 512 << 10
-"""Where one segment's records land: the whole generation table of a pool of 16,384 pages."""
+__all__ = [
+    "RUN_BYTES_MAX",
+    "SCRATCH_BYTES",
+    "SEGMENT_BYTES_MAX",
+    "SEGMENT_ROWS_MAX",
+    "Limits",
+    "LocalPool",
+    "Plan",
+    "ReadOrder",
+    "Run",
+    "Segment",
+    "limits_for",
+    "plan",
+    "record_of",
+    "verify",
+]  # how rows are cut is offered here as well
+
 PACE_S = 0.05
 """With a rate limit, one get carries at most this much of it, so that the flow stays even and a cancel quick."""
 
@@ -78,54 +97,9 @@ class LocalPool:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How finely an attempt is cut, in bytes."""
-
-    run_bytes: int = RUN_BYTES_MAX
-    segment_bytes: int = SEGMENT_BYTES_MAX
-
-
-class Run(NamedTuple):
-    """Bytes contiguous on both sides: offsets from the source pool's base and from the local pool's address."""
-
-    source: int
-    local: int
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows that are read, verified and counted together.
-
-    `spans` copy generation records from the source into a scratch of SCRATCH_BYTES (`local` is an offset in it);
-    `records` says where in the scratch each row's record then stands, `expected` what it must be.
-    """
-
-    rows: tuple[int, ...]
-    runs: tuple[Run, ...]
-    spans: tuple[Run, ...]
-    records: tuple[int, ...]
-    expected: tuple[bytes, ...]
-
-    def unchanged_rows(self, scratch: memoryview) -> tuple[int, ...]:
-        """Return the rows whose generation is still the grant's; a torn or odd record is another one (P1, P2)."""
-        return tuple(
-            row
-            for row, at, expected in zip(self.rows, self.records, self.expected, strict=True)
-            if scratch[at : at + RECORD_BYTES] == expected
-        )
-
-
 def record_of(epoch: int, counter: int) -> bytes:
     """Return the only bytes that a page's generation record may hold under that grant, complements included."""
     return _RECORD.pack(epoch, counter, epoch ^ _ALL_ONES, counter ^ _ALL_ONES)
-
-
-def _records_of(epoch: int, counters: list[int]) -> tuple[bytes, ...]:
-    """Return the record of each counter; pages of one age share theirs, so that few are made."""
-    made = {counter: record_of(epoch, counter) for counter in set(counters)}
-    return tuple(made[counter] for counter in counters)
 
 
 def verify(record: bytes | memoryview, epoch: int, counter: int) -> bool:
@@ -156,43 +130,30 @@ class Plan:
     rows_wanted: int
     digests: tuple[int, ...] = ()
 
-    def segments(self, limits: Limits) -> Iterator[Segment]:
-        """Yield the segments in prompt order, made when they are needed: a large order costs its submitter little."""
-        rows = max(1, min(SEGMENT_ROWS_MAX, limits.segment_bytes // self.local.page_bytes))
-        for first in range(0, len(self.source_pages), rows):
-            yield self._segment(range(first, min(first + rows, len(self.source_pages))), limits)
+    def segments(self, limits: Limits, *, with_runs: bool = True, with_spans: bool = True) -> Iterator[Segment]:
+        """Yield the segments in prompt order, cut when the first is asked for: that costs its submitter nothing.
 
-    def _segment(self, rows: range, limits: Limits) -> Segment:
-        order = tuple(sorted(rows, key=self.source_pages.__getitem__))
-        pages = [self.source_pages[row] for row in order]
-        spans, records = _spans(pages, self.grant.pool.generations_offset)
-        return Segment(
-            rows=order,
-            runs=tuple(self._runs(order, limits.run_bytes)),
-            spans=spans,
-            records=records,
-            expected=_records_of(self.grant.lender_epoch, [self.counters[row] for row in order]),
+        Without runs they are for a reader that takes pages by their numbers, and without spans for one that sees the
+        source's generation records where they stand.
+        """
+        pool, local = self.grant.pool, self.local
+        return segments_of(
+            Side(self.page_column(), pool.pages_offset, pool.page_stride),
+            Side(np.array(self.local_pages, dtype=np.int64), local.pages_offset, local.page_stride),
+            page_bytes=local.page_bytes,
+            expected=self.expected_records(),
+            limits=limits,
+            with_runs=with_runs,
+            table_offset=pool.generations_offset if with_spans else None,
         )
 
-    def _runs(self, rows: tuple[int, ...], run_bytes_max: int) -> Iterator[Run]:
-        pool, local, length = self.grant.pool, self.local, self.local.page_bytes
-        source_first, source_stride, source_pages = pool.pages_offset, pool.page_stride, self.source_pages
-        local_first, local_stride, local_pages = local.pages_offset, local.page_stride, self.local_pages
-        source = place = run = 0  # what waits to be merged with the next page
-        for row in rows:
-            from_ = source_first + source_stride * source_pages[row]
-            to = local_first + local_stride * local_pages[row]
-            if run and source + run == from_ and place + run == to and run + length <= run_bytes_max:
-                run += length
-                continue
-            if run:
-                yield Run(source, place, run)
-            source, place, run = from_, to, length
-            while run > run_bytes_max:
-                yield Run(source, place, run_bytes_max)
-                source, place, run = source + run_bytes_max, place + run_bytes_max, run - run_bytes_max
-        if run:
-            yield Run(source, place, run)
+    def page_column(self) -> Pages:
+        """Return the granted pages, row by row."""
+        return np.frombuffer(self.grant.pages, dtype="<u4").astype(np.int64)
+
+    def expected_records(self) -> Records:
+        """Return the only generation records that the granted pages may have, row by row."""
+        return expected_records(self.grant.lender_epoch, np.frombuffer(self.grant.counters, dtype="<u8"))
 
 
 def plan(order: Order, local: LocalPool, transport: str) -> Plan:
@@ -265,37 +226,3 @@ def _local_refusal(order: Order, local: LocalPool) -> str | None:
 
 def _refused(text: str) -> SubmissionRejectedError:
     return SubmissionRejectedError(FailureClass.GRANT_REFUSED, text)
-
-
-def _spans(pages: list[int], table_offset: int) -> tuple[tuple[Run, ...], tuple[int, ...]]:
-    """Return few reads that cover the records of ascending pages within the scratch, and where each record lands.
-
-    Wide gaps are cut first: first those that cost more than a get, then as many as it takes to fit.
-    """
-    steps = list(map(sub, pages[1:], pages))
-    cuts = {at for at, step in enumerate(steps, 1) if step > SPAN_GAP_RECORDS_MAX}
-    over = _covered(pages, cuts) - SCRATCH_BYTES // RECORD_BYTES
-    if over > 0:
-        gaps = [(step - 1, at) for at, step in enumerate(steps, 1) if at not in cuts]
-        for gap, at in sorted(gaps, reverse=True):
-            if over <= 0:
-                break
-            cuts.add(at)
-            over -= gap
-    spans: list[Run] = []
-    records: list[int] = []
-    place = 0
-    bounds = [0, *sorted(cuts), len(pages)]
-    for first, end in pairwise(bounds):
-        length = (pages[end - 1] - pages[first] + 1) * RECORD_BYTES
-        spans.append(Run(table_offset + pages[first] * RECORD_BYTES, place, length))
-        shift = place - pages[first] * RECORD_BYTES
-        records += [shift + page * RECORD_BYTES for page in pages[first:end]]
-        place += length
-    return tuple(spans), tuple(records)
-
-
-def _covered(pages: list[int], cuts: set[int]) -> int:
-    """Count the records that the spans between these cuts hold."""
-    bounds = [0, *sorted(cuts), len(pages)]
-    return sum(pages[end - 1] - pages[first] + 1 for first, end in pairwise(bounds))

@@ -1,6 +1,6 @@
 """One connection to one source, and the attempts that read over it. Everything here runs on the reader's thread.
 
-Questions go out some way ahead of their answers. Bytes land straight in the pages where they belong, by `recvmsg_into`
+Questions go out some way ahead of their answers. Bytes land straight in the pages where they belong, by `recvmsg`
 calls that never wait; so between two calls nobody touches a page, and an attempt can end at any time: what the source
 still sends for it goes to a place that nobody reads.
 """
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from kvbus.dataplane import socket_wire as wire
 from kvbus.dataplane.reader import Pace
-from kvbus.dataplane.socket_pool import PoolBytes
 from kvbus.dataplane.socket_reading import Block, Reading
 from kvbus.dataplane.socket_receiving import Inbound
 from kvbus.dataplane.socket_wire import Header, State, Why
@@ -83,7 +82,6 @@ class Link:
         self._number = 0
         self._out = bytearray()
         self._armed = False
-        self._pools: dict[Reading, PoolBytes] = {}
         self._idle_since = time.monotonic()
 
     @property
@@ -91,10 +89,9 @@ class Link:
         """Whether no attempt needs it."""
         return not self._readings
 
-    def add(self, reading: Reading, pool: PoolBytes) -> None:
+    def add(self, reading: Reading) -> None:
         """Let an attempt read over this link."""
         self._readings.append(reading)
-        self._pools[reading] = pool
         if self._sock is None:
             self._connect()
 
@@ -242,7 +239,7 @@ class Link:
             self._opened.add(reading.ticket)
         self._number += 1
         self._out += block.question(self._number)
-        self._inbound.expect(self._number, block, self._pools[reading])
+        self._inbound.expect(self._number, block)
         self._tools.counters.questions += 1
 
     def release(self, ticket: int) -> None:
@@ -314,12 +311,11 @@ class Link:
     # -------------------------------------------------------------------------------------------------------- ending
 
     def _end_if_over(self, reading: Reading) -> None:
-        if reading.ended and reading in self._pools:
+        if reading.ended and reading in self._readings:
             self._end(reading, Evidence.COMPLETED)
 
     def _end(self, reading: Reading, evidence: Evidence) -> None:
         self._readings.remove(reading)
-        del self._pools[reading]
         self._idle_since = time.monotonic()
         self._inbound.divert(reading)
         self._tools.on_end(self, reading, evidence)

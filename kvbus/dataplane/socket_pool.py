@@ -1,16 +1,15 @@
-"""A pool as a socket sees it: one range of bytes, from which runs of pages are cut, and its generation records.
+"""A pool as a socket sees it: where its pages are, and its generation records.
 
 The pool's descriptor is mapped once more here, for reading only where it is served, and stays mapped with its owner.
 The file is sealed against shrinking, so no access through this mapping can fail.
 """
 
 import mmap
-from bisect import bisect_right
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbus.dataplane.socket_calls import Places
 from kvbus.pool.generations import RECORD_BYTES
 from kvbus.pool.memory import PoolMemory
 
@@ -29,27 +28,34 @@ class PoolBytes:
         self._mapping = mmap.mmap(
             memory.fd, memory.length_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access
         )
-        self._bytes = memoryview(self._mapping)
+        whole = np.frombuffer(self._mapping, dtype=np.uint8)  # while it lives, the mapping cannot be closed
         first = memory.generations_offset
-        table = np.frombuffer(self._bytes[first : first + RECORD_BYTES * memory.page_count], dtype=np.uint64)
-        self._table = table.reshape(memory.page_count, WORDS)
+        table = whole[first : first + RECORD_BYTES * memory.page_count].view(np.uint64)
+        self._records = table.reshape(memory.page_count, WORDS)
         self.page_count = memory.page_count
         self.page_bytes = memory.layout.page_bytes
-        self._pages_offset = memory.pages_offset
         self._stride = memory.page_stride
+        self._address = int(whole[memory.pages_offset :].ctypes.data)
+        self._spare = np.zeros(self.page_bytes, dtype=np.uint8)
+        self.spare = int(self._spare.ctypes.data)
+        """Where a page of nobody's is: zeros to send, or where bytes land that nobody waits for, of all connections.
 
-    def views(self, pages: Pages) -> list[memoryview]:
-        """Return the bytes of pages in that order, neighbours without padding between them as one view."""
-        whole, length, stride = self._bytes, self.page_bytes, self._stride
-        firsts: list[int] = (self._pages_offset + stride * pages).tolist()
-        ends = [first + length for first in firsts]
-        if stride == length and not set(ends).isdisjoint(firsts):
-            firsts, ends = _merged(firsts, ends)
-        return [whole[first:end] for first, end in zip(firsts, ends, strict=True)]
+        It costs memory only once bytes land in it.
+        """
+
+    def places(self, pages: Pages) -> Places:
+        """Return the pages' addresses; IndexError for a page outside the pool: the kernel would take any address."""
+        if np.count_nonzero((pages < 0) | (pages >= self.page_count)):
+            raise IndexError(f"a page outside the pool of {self.page_count}")
+        return (self._address + self._stride * pages).astype(np.uint64)
+
+    def spare_places(self, count: int) -> Places:
+        """Return the spare page's address so many times."""
+        return np.full(count, self.spare, dtype=np.uint64)
 
     def records(self, pages: Pages) -> Column:
         """Return a copy of the pages' generation records as they are now, one row each."""
-        return self._table[pages]
+        return self._records.take(pages, axis=0)
 
 
 def expected_records(epoch: int, counters: Column) -> Column:
@@ -58,45 +64,3 @@ def expected_records(epoch: int, counters: Column) -> Column:
     records[:, 0], records[:, 1] = epoch, counters
     records[:, 2:] = records[:, :2] ^ _ALL_ONES
     return records
-
-
-def _merged(firsts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
-    """Join ranges that follow upon each other, in place and in order."""
-    starts, stops = firsts[:1], list[int]()
-    for end, first in zip(ends, firsts[1:], strict=False):
-        if first != end:
-            stops.append(end)
-            starts.append(first)
-    return starts, [*stops, ends[-1]]
-
-
-class Ranges:
-    """Ranges of bytes that are worked off in order, and how far that is; a call takes as many as it is given."""
-
-    def __init__(self, views: list[memoryview]) -> None:
-        self._views = views
-        self._ends = list(accumulate(map(len, views)))
-        self._at = 0
-
-    @property
-    def left_bytes(self) -> int:
-        """How many bytes are still to be worked off."""
-        return self._ends[-1] - self._at if self._ends else 0
-
-    def rest(self, views_max: int) -> list[memoryview]:
-        """Return the next ranges, the first one without what is behind it."""
-        index = bisect_right(self._ends, self._at)
-        views = self._views[index : index + views_max]
-        if views and (begun := len(views[0]) - (self._ends[index] - self._at)):
-            views[0] = views[0][begun:]
-        return views
-
-    def advance(self, length_bytes: int) -> None:
-        """Note that so many bytes more were worked off."""
-        self._at += length_bytes
-
-
-def filler(part: memoryview, length_bytes: int) -> list[memoryview]:
-    """Return so many bytes, made of one part again and again."""
-    whole, rest = divmod(length_bytes, len(part))
-    return [*[part] * whole, *([part[:rest]] if rest else [])]

@@ -231,9 +231,9 @@ class SocketReader:
             progress.fail(FailureClass.TRANSPORT, f"{LINKS_MAX} connections are busy; wait for one to end")
             self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
             return
-        reading = Reading(progress, self._block_bytes)
+        reading = Reading(progress, pool, self._block_bytes)
         self._running[progress.pair] = (link, reading)
-        link.add(reading, pool)
+        link.add(reading)
 
     def _link(self, progress: Progress, offer: SocketAccess) -> Link | None:
         grant, peer = progress.plan.grant, progress.order.peer

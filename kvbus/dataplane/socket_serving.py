@@ -17,13 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from kvbus.dataplane import socket_wire as wire
-from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes, Ranges, expected_records, filler
+from kvbus.dataplane.socket_calls import Places, Ranges
+from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes, expected_records
 from kvbus.dataplane.socket_wire import Header, Kind, State, Status, Why
 
-BATCH_VIEWS = 512
-"""Ranges of one send; the kernel takes 1,024. How many bytes go is the kernel's to say, some megabytes: a millisecond
-or two of copying, after which other readers, and the closing of a lease, get their turn."""
-ZEROS_BYTES = 256 << 10
 RECEIVE_BYTES = 64 << 10
 """One question at its longest, and a few short ones."""
 REFUSALS_MAX = 32
@@ -32,7 +29,6 @@ UNANSWERED_MAX = 7
 """Packets in a row to which a peer's host said nothing, at doubling intervals: some 25 s on one host, a minute over a
 slow network. A stopped process is none of these: its kernel goes on answering."""
 
-_ZEROS = memoryview(bytes(ZEROS_BYTES))
 _TCP_INFO_HEAD = struct.Struct("4B")
 _BODY_BYTES: dict[int, int] = {Kind.OPEN: wire.PROOF_BYTES, Kind.READ: wire.STATE_BYTES, Kind.RELEASE: 0}
 
@@ -58,25 +54,26 @@ class Lease:
         """Where it was opened; without any of them, nobody can read it."""
         self._pages: Pages = np.empty(0, dtype=np.int64)
         self._records: Column = np.empty((0, WORDS), dtype=np.uint64)
+        self._places: Places = np.empty(0, dtype=np.uint64)
 
     def cover(self, pages: Pages, counters: Column) -> None:
         """Let these pages be read, one or more, each in that generation."""
         order = np.argsort(pages)
         self._pages = pages[order]
         self._records = expected_records(self.epoch, counters[order])
+        self._places = self.pool.places(self._pages)
 
-    def records(self, pages: Pages, counters: Column) -> Column | str:
-        """Return the records that these pages have while they are as they were lent; or why they are not lent so."""
-        at = np.searchsorted(self._pages, pages)
-        at[at == len(self._pages)] = 0
-        outside = self._pages[at] != pages
-        if outside.any():
+    def question(self, number: int, pages: Pages, counters: Column) -> "Question | str":
+        """Return what is asked for, where all of it is lent in these very generations; else why it is not."""
+        at = self._pages.searchsorted(pages)
+        outside = self._pages.take(at, mode="clip") != pages
+        if np.count_nonzero(outside):
             return f"page {int(pages[outside][0])} is not lent under T{self.ticket}"
-        records: Column = self._records[at]
+        records = self._records.take(at, axis=0)
         other = records[:, 1] != counters
-        if other.any():
+        if np.count_nonzero(other):
             return f"page {int(pages[other][0])} is lent under T{self.ticket} in another generation"
-        return records
+        return Question(number, self, pages, records, self._places.take(at))
 
 
 class House(Protocol):
@@ -94,12 +91,13 @@ class House(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Pages to send."""
+    """Pages to send, where they are, and the records that they have while they are as they were lent."""
 
     number: int
     lease: Lease
     pages: Pages
     records: Column
+    places: Places
 
 
 class Answer:
@@ -107,27 +105,22 @@ class Answer:
 
     def __init__(self, question: Question) -> None:
         self.lease = question.lease
+        self.is_diverted = False
+        """Whether zeros were sent where pages were due."""
         self._pages = question.pages
         pool = self.lease.pool
         # This first look only saves sending what nobody could use; what counts is the look afterwards (P2).
         same = pool.records(question.pages) == question.records
-        whole, rows = bool(same.all()), len(question.pages)
+        whole, rows = np.count_nonzero(same) == same.size, len(question.pages)
         kept = np.empty(0, dtype=bool) if whole else same.all(axis=1)
-        sent_pages = question.pages if whole else question.pages[kept]
-        self.pages = Ranges(pool.views(sent_pages))
-        header = Header(Kind.DATA, Status.ALL if whole else Status.SOME, rows, question.number, self.pages.left_bytes)
+        self.places = question.places if whole else question.places[kept]
+        length_bytes = len(self.places) * pool.page_bytes
+        header = Header(Kind.DATA, Status.ALL if whole else Status.SOME, rows, question.number, length_bytes)
         self.head = header.encode() + (b"" if whole else kept.astype(np.uint8).tobytes())
-        self._is_diverted = False
-
-    def divert(self) -> None:
-        """Let zeros follow where pages were due; harmless to repeat."""
-        if not self._is_diverted:
-            self._is_diverted = True
-            self.pages = Ranges(filler(_ZEROS, self.pages.left_bytes))
 
     def tail(self) -> bytes:
         """Return the answer's end; only once the socket has taken all of its pages."""
-        if self._is_diverted:
+        if self.is_diverted:
             return wire.state(State.CLOSED) + bytes(wire.tail_bytes(len(self._pages)) - wire.STATE_BYTES)
         # Every byte has been copied into the socket by now, so a page that was rewritten meanwhile shows here (P2).
         return wire.state(State.WHOLE) + self.lease.pool.records(self._pages).tobytes()
@@ -148,19 +141,19 @@ class Connection:
         self._inbox = bytearray()
         self._queue: deque[bytes | Question] = deque([wire.hello(epoch, self._challenge)])
         self._answer: Answer | None = None
-        self._small = memoryview(b"")
-        """What goes out before any more pages."""
+        self._out = Ranges()
+        """What goes out now: the small parts, and behind them the pages of the answer whose head comes last there."""
         self._refusals = 0
 
     @property
     def has_output(self) -> bool:
         """Whether something waits to be sent."""
-        return bool(self._small or self._answer or self._queue)
+        return bool(self._out.left_bytes or self._answer or self._queue)
 
     @property
     def is_answering(self) -> bool:
         """Whether the middle of an answer is under way, where no other frame may stand."""
-        return bool(self._answer or self._small)
+        return bool(self._answer or self._out.left_bytes)
 
     def host_is_silent(self) -> bool:
         """Tell whether the reader's host has answered none of the last packets, some of which it owes an answer."""
@@ -218,11 +211,11 @@ class Connection:
             return
         pages = np.frombuffer(body[wire.STATE_BYTES : split], dtype=np.uint32).astype(np.int64)
         counters = np.frombuffer(body[split:], dtype=np.uint64)
-        records = lease.records(pages, counters)
-        if isinstance(records, str):
-            self._refuse(header.number, Why.NOT_LENT, records)
+        question = lease.question(header.number, pages, counters)
+        if isinstance(question, str):
+            self._refuse(header.number, Why.NOT_LENT, question)
             return
-        self._queue.append(Question(header.number, lease, pages, records))
+        self._queue.append(question)
         self.questions += 1
 
     def _refuse(self, number: int, why: Why, text: str, *, of_question: bool = True) -> None:
@@ -236,26 +229,19 @@ class Connection:
 
     def write(self) -> bool:
         """Send what the socket takes in one call; False where something is left of that, or nothing waits."""
-        if self._answer is not None and self._answer.lease.is_closed:
-            self._answer.divert()
-        if not self._small and (self._answer is None or not self._answer.pages.left_bytes):
+        answer = self._answer
+        if answer is not None and answer.lease.is_closed and not answer.is_diverted:
+            answer.is_diverted = True
+            self._out.divert(answer.lease.pool.spare)
+        if not self._out.left_bytes:
             self._prepare()
-        batch = [self._small] if self._small else []
-        if self._answer is not None:
-            batch += self._answer.pages.rest(BATCH_VIEWS)
-        if not batch:
+        if not self._out.left_bytes:
             return False
         try:
-            sent = self.sock.sendmsg(batch)
+            self.length_bytes += self._out.send(self.sock)
         except BlockingIOError:
             return False
-        self.length_bytes += sent
-        small = min(sent, len(self._small))
-        self._small = self._small[small:]
-        if self._answer is not None:
-            self._answer.pages.advance(sent - small)
-            return not self._answer.pages.left_bytes
-        return not self._small
+        return not self._out.left_bytes
 
     def _prepare(self) -> None:
         """Put together whatever small stands before the next pages, so that one call sends it with them.
@@ -263,25 +249,29 @@ class Connection:
         A small packet of its own would wake the reader for nothing. The end of the last answer is made here, after
         the call that took its last page, and before the next one.
         """
-        small = bytearray()
-        while self._answer is None or not self._answer.pages.left_bytes:
-            small += self._end_of_answer()
-            if not self._queue:
-                break
-            small += self._begin(self._queue.popleft())
-        self._small = memoryview(small)
+        small = bytearray(self._answer.tail() if self._answer is not None else b"")
+        self._answer = None
+        while self._queue and self._answer is None:
+            said = self._begin(self._queue.popleft())
+            if isinstance(said, bytes):
+                small += said
+            elif len(said.places):
+                small += said.head
+                self._answer = said
+            else:  # none of its pages is as it was lent
+                small += said.head + said.tail()
+        if self._answer is None:
+            self._out = Ranges(small)
+        else:
+            pool = self._answer.lease.pool
+            self._out = Ranges(small, self._answer.places, pool.page_bytes, keep=pool)
 
-    def _end_of_answer(self) -> bytes:
-        answer, self._answer = self._answer, None
-        return answer.tail() if answer is not None else b""
-
-    def _begin(self, item: bytes | Question) -> bytes:
+    def _begin(self, item: bytes | Question) -> bytes | Answer:
         if isinstance(item, bytes):
             return item
         if item.lease.is_closed:
             return wire.refused(item.number, Why.CLOSED, f"T{item.lease.ticket} was closed", of_question=True)
-        self._answer = Answer(item)
-        return self._answer.head
+        return Answer(item)
 
 
 def _body_bytes(header: Header) -> int:

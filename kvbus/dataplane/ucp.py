@@ -12,6 +12,8 @@ die. Every object knows the process that made it and refuses to work in another;
 import ctypes
 import os
 import re
+from collections import deque
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from kvbus.dataplane import ucp_abi as abi
@@ -27,6 +29,7 @@ from kvbus.dataplane.ucp_context import (
     require_range,
     require_type,
 )
+from kvbus.dataplane.ucp_request import Batch, Closing, Request
 from kvbus.dataplane.ucp_worker import AM_BYTES_MAX, AM_ID_MAX, Worker
 from kvbus.errors import BackendError
 
@@ -38,6 +41,7 @@ __all__ = [
     "OK",
     "PINNED_SETTINGS",
     "REQUESTS_MAX",
+    "Batch",
     "Closing",
     "Context",
     "Endpoint",
@@ -51,6 +55,8 @@ __all__ = [
 
 REQUESTS_MAX: Final = 4096
 """Unfinished requests of one endpoint: twice the 2k beyond which more in flight brought no speed."""
+Piece = tuple[int, int, int]
+"""Local address, length in bytes, remote address."""
 REMOTE_KEYS_MAX: Final = 256
 """Keys of one endpoint: a peer has a handful of pools, and each is unpacked once per connection."""
 BLOB_BYTES_MAX: Final = 16384
@@ -76,82 +82,6 @@ class RemoteKey(Owned):
             self.handle = None
 
 
-class Request:
-    """One operation under way; `status` tells how it stands, and is exact evidence once it has ended.
-
-    A get that has ended, well or not, writes nothing any more. UCX cannot cancel one: the only abort is the
-    forced close of its endpoint.
-    """
-
-    __slots__ = ("_handle", "_kept", "_memory", "_status", "endpoint")
-
-    def __init__(
-        self,
-        endpoint: "Endpoint",
-        handle: int | None,
-        status: int,
-        memory: MemoryHandle | None = None,
-        kept: object = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self._handle = handle
-        self._status = status
-        self._memory = memory
-        self._kept = kept  # what UCX reads until the end
-
-    def status(self) -> int:
-        """Return IN_PROGRESS, OK, or UCX's negative error code; it changes only after `Worker.progress`."""
-        if self._status == IN_PROGRESS:
-            self.endpoint.require_own_process()
-            status = self.endpoint.library.request_check_status(self._handle)
-            if status != IN_PROGRESS:
-                self._end(status)
-        return self._status
-
-    def status_text(self) -> str:
-        """Give UCX's own words for the status."""
-        return self.endpoint.library.status_text(self.status())
-
-    def free(self) -> None:
-        """Give the request up; BackendError while it is in progress, for it is the evidence of its end.
-
-        A request whose end `status` has seen is already free in UCX, so this is for those that look no
-        further.
-        """
-        if self.status() == IN_PROGRESS:
-            raise BackendError("the request is in progress; drive Worker.progress, or close its endpoint by force")
-
-    def _end(self, status: int) -> None:
-        self._status = status
-        self.endpoint.library.request_free(self._handle)
-        self._handle = self._kept = None
-        if self._memory is not None:
-            self._memory.in_flight -= 1
-            self._memory = None
-        self.endpoint.request_ended(self, status)
-
-    def __repr__(self) -> str:
-        return f"<Request {self.endpoint.library.status_text(self._status)!r}>"
-
-
-class Closing(Request):
-    """A close under way; it ends only when every request of its endpoint has ended too.
-
-    UCX's own close is weaker: over cma it returned at once while 200 gets stood in a queue, and later progress
-    calls still wrote all of them (measured on 1.21).
-    """
-
-    __slots__ = ()
-
-    def status(self) -> int:
-        """Return IN_PROGRESS while anything of this endpoint may still touch memory."""
-        status = super().status()
-        if status == IN_PROGRESS or self.endpoint.unfinished():
-            return IN_PROGRESS
-        self.endpoint.release()
-        return status
-
-
 class Endpoint(Owned):
     """A connection to one peer's worker, with error handling on: a dead peer ends every request with an
     error.
@@ -168,6 +98,7 @@ class Endpoint(Owned):
         self.closing: Closing | None = None
         """The close under way or ended; None while the endpoint is open."""
         self._requests: set[Request] = set()
+        self._posted_count = 0
         self._remote_keys: list[RemoteKey] = []
         self._error_callback = abi.ERROR_CALLBACK(self._on_error)
 
@@ -233,49 +164,75 @@ class Endpoint(Owned):
 
         The remote range must lie inside granted pages, which only the caller can check.
         """
+        return self.get_all(((local_address, length_bytes, remote_address),), rkey, memory)
+
+    def get_all(self, pieces: Sequence[Piece], rkey: RemoteKey, memory: MemoryHandle) -> Batch:
+        """Post a read for each piece, as `get` does, and return what ends when all of them have.
+
+        Nothing is posted where one is refused. Where UCX itself fails midway, the batch holds those that it has taken,
+        and ends with that error: they may write until then.
+        """
         # One expression says yes, and the slow words below say why not: posting is the hot path (ten calls that
         # each checked one thing cost 4 us, UCX's own part 1 us).
         if not (
-            type(local_address) is type(length_bytes) is type(remote_address) is int
-            and type(rkey) is RemoteKey
+            type(rkey) is RemoteKey
             and type(memory) is MemoryHandle
-            and 0 < length_bytes <= memory.end - local_address
-            and memory.address <= local_address
-            and 0 < remote_address <= _ADDRESS_END - length_bytes
             and rkey.endpoint is self
             and memory.context is self.worker.context
             and rkey.handle is not None
             and memory.handle is not None
             and self.handle is not None
             and self.failure is None
-            and len(self._requests) < REQUESTS_MAX
+            and 0 < len(pieces) <= REQUESTS_MAX - self._posted_count
             and os.getpid() == self.pid
         ):
-            self._refuse_get(local_address, length_bytes, remote_address, rkey, memory)
-        raw = self.library.get_nbx(
-            self.handle, local_address, length_bytes, remote_address, rkey.handle, memory.get_params_address
-        )
-        return self._posted(raw, "post a get", memory)
+            self._refuse_get(pieces, rkey, memory)
+        first, end = memory.address, memory.end
+        for local, length, remote in pieces:
+            if not (
+                type(local) is type(length) is type(remote) is int
+                and first <= local
+                and 0 < length <= end - local
+                and 0 < remote <= _ADDRESS_END - length
+            ):
+                self._refuse_get(((local, length, remote),), rkey, memory)
+        return self._post_all(pieces, rkey.handle, memory)
 
-    def _refuse_get(
-        self,
-        local_address: int,
-        length_bytes: int,
-        remote_address: int,
-        rkey: RemoteKey,
-        memory: MemoryHandle,
-    ) -> NoReturn:
-        """Raise what is wrong with this get, by the name of its field."""
-        self._usable_handle()
-        require_range("local_address", local_address, length_bytes)
-        require_range("remote_address", remote_address, length_bytes)
+    def _post_all(self, pieces: Sequence[Piece], key: int, memory: MemoryHandle) -> Batch:
+        post, handle, params = self.library.get_nbx, self.handle, memory.get_params_address
+        handles: deque[int] = deque()
+        failure = OK
+        for local, length, remote in pieces:
+            raw = post(handle, local, length, remote, key, params)
+            if raw is None:
+                continue
+            if raw >= _ERROR_POINTER_MIN:
+                failure = self.failure = _pointer_status(raw)
+                break
+            handles.append(raw)
+        batch = Batch(self, handles, memory, failure)
+        if handles:
+            self._note_posted(batch)
+            memory.in_flight += len(handles)
+        else:
+            self.check(failure, "post a get")
+        return batch
+
+    def _refuse_get(self, pieces: Sequence[Piece], rkey: RemoteKey, memory: MemoryHandle) -> NoReturn:
+        """Raise what is wrong with these gets, by the name of its field."""
+        require_count("pieces", len(pieces), 1, REQUESTS_MAX)
+        self._usable_handle(len(pieces))
         require_type("rkey", rkey, RemoteKey)
         require_type("memory", memory, MemoryHandle)
+        for local_address, length_bytes, remote_address in pieces:
+            require_range("local_address", local_address, length_bytes)
+            require_range("remote_address", remote_address, length_bytes)
         if rkey.endpoint is not self or memory.context is not self.worker.context:
             raise ValueError("rkey, memory: of another endpoint or context")
         if memory.closed or rkey.closed:
             raise BackendError("rkey, memory: closed; unpack the key or map the memory again")
-        memory.require_range(local_address, length_bytes)
+        for local_address, length_bytes, _ in pieces:
+            memory.require_range(local_address, length_bytes)
         raise TypeError("rkey, memory: subclasses are not accepted")
 
     def send_am(self, am_id: int, header: bytes, body: bytes = b"") -> Request:
@@ -341,7 +298,9 @@ class Endpoint(Owned):
 
     def request_ended(self, request: Request, status: int) -> None:
         """Note the end of a request; an error counts as the endpoint's failure, ahead of UCX's own call."""
-        self._requests.discard(request)
+        if request in self._requests:
+            self._requests.remove(request)
+            self._posted_count -= request.count
         if status < 0 and self.closing is None and self.failure is None:
             self.failure = status
 
@@ -352,7 +311,7 @@ class Endpoint(Owned):
         self._remote_keys.clear()
         self.worker.endpoints.discard(self)
 
-    def _usable_handle(self) -> int:
+    def _usable_handle(self, count: int = 1) -> int:
         handle = self.live_handle()
         if self.failure is not None:
             raise BackendError(
@@ -360,22 +319,25 @@ class Endpoint(Owned):
                 "close it by force and connect again",
                 status=self.failure,
             )
-        if len(self._requests) >= REQUESTS_MAX:
-            raise BackendError(f"{REQUESTS_MAX} requests are unfinished on this endpoint; look at their status first")
+        if self._posted_count + count > REQUESTS_MAX:
+            posted = f"{self._posted_count} of {REQUESTS_MAX} requests"
+            raise BackendError(f"{posted} are unfinished on this endpoint; look at their status first")
         return handle
 
-    def _posted(self, raw: int | None, action: str, memory: MemoryHandle | None = None, kept: object = None) -> Request:
+    def _posted(self, raw: int | None, action: str, kept: object = None) -> Request:
         if raw is not None and raw < _ERROR_POINTER_MIN:
-            request = Request(self, raw, IN_PROGRESS, memory, kept)
-            self._requests.add(request)
-            if memory is not None:
-                memory.in_flight += 1
+            request = Request(self, raw, IN_PROGRESS, kept)
+            self._note_posted(request)
             return request
         status = _pointer_status(raw)
         if status < 0 and self.failure is None:
             self.failure = status
         self.check(status, action)
         return Request(self, None, OK)
+
+    def _note_posted(self, request: Request) -> None:
+        self._requests.add(request)
+        self._posted_count += request.count
 
     def _on_error(self, _arg: int | None, _endpoint: int | None, status: int) -> None:
         if self.failure is None:

@@ -5,6 +5,7 @@ cannot cancel a get, and waits for ever for a frozen peer over TCP; so a cancel 
 closes the connection by force. In both cases the evidence is that every request has ended.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -12,16 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from kvbus.dataplane import ucp
+from kvbus.dataplane.notices import Notice
 from kvbus.dataplane.reader import PEERS_MAX, Isolation, Outbox, Pace, Pair, Progress
 from kvbus.dataplane.reading import Plan, limits_for, plan
 from kvbus.dataplane.ucx_link import Link, LinkCounters
-from kvbus.dataplane.ucx_plane import Notice, RegisteredPool, UcxPlane
+from kvbus.dataplane.ucx_plane import RegisteredPool, UcxPlane
 from kvbus.dataplane.ucx_reading import Reading, Scratch
 from kvbus.errors import BackendError
 from kvbus.ledger.facts import Evidence, FailureClass
-from kvbus.ledger.types import Change, Order, SubmissionRejectedError
+from kvbus.ledger.types import Change, Failed, Order, SubmissionRejectedError
 
 __all__ = ["Notice", "UcxPlane", "UcxReader", "UcxReaderSettings", "UcxStatistics"]
+
+log = logging.getLogger(__name__)
 
 LinkKey = tuple[str, str, str, int, bytes]
 """Peer, and who it is in truth: instance, member, epoch, and the address under which it answers."""
@@ -75,6 +79,7 @@ class UcxReader:
         self._isolation = Isolation()
         self._is_shut = False
         self._is_attached = False
+        self._has_told_failure = False
         # From here on: the UCX thread's.
         self._pace = Pace(self._settings.rate_limit_bytes_s)
         self._limits = limits_for(self._settings.rate_limit_bytes_s)
@@ -99,20 +104,28 @@ class UcxReader:
             raise SubmissionRejectedError(FailureClass.SHUTDOWN, "the reader is shut down")
         pool = self._plane.pool(order.view.rank)
         if pool is None:
-            text = f"no pool is registered for rank {order.view.rank}"
+            text = self._plane.failure or f"no pool is registered for rank {order.view.rank}"
             raise SubmissionRejectedError(FailureClass.TRANSPORT, text)
         checked = plan(order, pool.local, self.name)
         if self._isolation.refuses(order.peer, checked.grant.lender_epoch):
             raise SubmissionRejectedError(FailureClass.PEER_LOST, f"{order.peer} is isolated in this epoch")
         self._is_attached = self._is_attached or self._plane.attach(self)
-        pair = (order.ticket, order.attempt)
-        self._outbox.open(pair)
-        if not self._plane.post(lambda: self._start(order, checked, pool)):
-            self._outbox.withdraw(pair)
-            raise SubmissionRejectedError(FailureClass.TRANSPORT, "the UCX thread does not run, or is far behind")
+        progress = Progress(order, checked)
+        self._outbox.open(progress.pair)
+        if not self._plane.post(lambda: self._start(progress, pool), lambda: self._drop(progress)):
+            self._outbox.withdraw(progress.pair)
+            text = self._plane.failure or "the UCX thread does not run, or is far behind"
+            raise SubmissionRejectedError(FailureClass.TRANSPORT, text)
 
     def changes(self) -> Sequence[Change]:
-        """Return and forget what changed since the last call, oldest first."""
+        """Return and forget what changed since the last call, oldest first.
+
+        BackendError, once, where the UCX thread has failed: whoever holds the leases stops submitting here. What it
+        still has to say of its attempts comes with the next calls.
+        """
+        if self._plane.failure and not self._has_told_failure:
+            self._has_told_failure = True
+            raise BackendError(self._plane.failure)
         return self._outbox.drain()
 
     def cancel(self, ticket: int, attempt: int) -> None:
@@ -158,33 +171,51 @@ class UcxReader:
         asked: float | None = None
         self._stepped.rotate(-1)
         for link in tuple(self._stepped):
-            wish = link.step(now)
+            wish = self._step_link(link, now)
             if wish is not None:
                 asked = wish if asked is None else min(asked, wish)
-            if link.closed:
-                self._forget(link)
         if self._is_closing and not self._running:
             self._emptied.set()
         return asked
 
-    def close(self) -> None:
-        """Forget the links: the context closes their endpoints by force. Attempts under way get no evidence."""
+    def failed(self, text: str) -> None:
+        """Tell that nobody knows how the attempts under way end; their leases stay until there is evidence."""
+        for ticket, attempt in self._running:
+            self._outbox.report(Change(ticket, attempt, Failed(FailureClass.UNCERTAIN, text), None, text))
+
+    def closed(self, *, is_quiet: bool) -> None:
+        """Forget the links; the forced close, where it succeeded, has ended the attempts under way, and nothing else.
+
+        Without it they keep their leases for as long as this process lives (contract 41).
+        """
+        text = self._plane.failure or "UCX was closed"
+        result = None if self._plane.failure else Failed(FailureClass.SHUTDOWN, text)  # `failed` has told the other
+        for ticket, attempt in self._running if is_quiet else ():
+            self._outbox.report(Change(ticket, attempt, result, Evidence.ENDPOINT_DESTROYED, text))
+        self._running.clear()
         self._links.clear()
         self._stepped.clear()
+        self._emptied.set()
 
-    def _start(self, order: Order, checked: Plan, pool: RegisteredPool) -> None:
-        progress, offer = Progress(order, checked), checked.grant.ucx
+    def _drop(self, progress: Progress) -> None:
+        """The thread ended before the attempt's turn."""
+        progress.fail(FailureClass.TRANSPORT, self._plane.failure or "UCX was closed")
+        self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
+
+    def _start(self, progress: Progress, pool: RegisteredPool) -> None:
+        peer, offer = progress.order.peer, progress.plan.grant.ucx
         if offer is None:  # `plan` has refused such a grant
             return
         try:
-            link = self._link(order.peer, checked, offer.address)
-        except (BackendError, ValueError, TypeError) as error:
-            progress.fail(FailureClass.PEER_LOST, f"no connection to {order.peer}: {error}")
+            link = self._link(peer, progress.plan, offer.address)
+            ahead = self._settings.reads_before
+            reading = Reading(progress, self._limits, link.scratch, pool.handle, reads_before=ahead)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has left, and it ends this attempt alone
+            progress.fail(FailureClass.PEER_LOST, f"no connection to {peer}: {error}")
             self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
             return
-        reading = Reading(progress, self._limits, link.scratch, pool.handle, reads_before=self._settings.reads_before)
         self._running[progress.pair] = (link, reading)
-        link.add(reading, offer.rkey)
+        self._contain(link, lambda: link.add(reading, offer.rkey))
 
     def _link(self, peer: str, checked: Plan, address: bytes) -> Link:
         grant = checked.grant
@@ -196,7 +227,7 @@ class UcxReader:
         memory, place, handle = self._plane.map_scratch(Scratch.length_bytes())
         try:
             endpoint = ucp.Endpoint.open(self._plane.worker, address)
-        except (BackendError, ValueError, TypeError):
+        except BaseException:
             self._plane.unmap_scratch(handle)
             raise
         link = Link(
@@ -223,14 +254,14 @@ class UcxReader:
 
     def _cancel(self, pair: Pair) -> None:
         if pair in self._running:
-            _, reading = self._running[pair]
-            reading.stop(FailureClass.CANCELLED, "cancelled")
+            link, reading = self._running[pair]
             reading.cancel_by = time.monotonic() + self._settings.cancel_wait_s
+            self._contain(link, lambda: reading.stop(FailureClass.CANCELLED, "cancelled"))
 
     def _close_links(self, failure: FailureClass, text: str, peer: str | None = None) -> None:
         for link in tuple(self._stepped):
             if peer is None or link.peer == peer:
-                link.close(failure, text)
+                self._contain(link, lambda link=link: link.close(failure, text))  # type: ignore[misc]
 
     def _shut(self) -> None:
         self._is_closing = True
@@ -241,10 +272,36 @@ class UcxReader:
 
         The holder first: the message is a system call that wakes the source, 0.7 ms on a busy host.
         """
-        del self._running[reading.progress.pair]
-        self._outbox.report(reading.progress.change(evidence))
+        ticket, attempt = reading.progress.pair
+        del self._running[ticket, attempt]
+        try:
+            change = reading.progress.change(evidence)
+        except Exception as error:  # the evidence stands, whatever cannot be said of the bytes
+            log.exception("what T%d brought cannot be told: nothing of it counts", ticket)
+            text = f"what arrived cannot be told: {error!r}"
+            change = Change(ticket, attempt, Failed(FailureClass.TRANSPORT, text), evidence, text)
+        self._outbox.report(change)
         grant = reading.progress.plan.grant
         link.send_notice(Notice(grant.reader, grant.nonce))
+
+    def _step_link(self, link: Link, now: float) -> float | None:
+        """Drive one link; a fault of any kind ends what goes over it, and nothing else (R21)."""
+        try:
+            wish = link.step(now)
+            if link.closed:
+                self._forget(link)
+        except Exception as error:  # noqa: BLE001 - contained to its link
+            link.break_by(error)
+            return 0
+        return wish
+
+    @staticmethod
+    def _contain(link: Link, act: Callable[[], None]) -> None:
+        """Do something to one link; what it raises breaks that link."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - contained to its link
+            link.break_by(error)
 
     def _forget(self, link: Link) -> None:
         self._stepped.remove(link)

@@ -2,7 +2,7 @@
 
 A link opens with a probe: one small get whose end proves that the peer answers. Only then do attempts post, round
 robin, within a window. A link that fails, or is broken on purpose, is closed by force, and its attempts end when every
-request is terminal, never earlier: that is the evidence.
+request is terminal, never earlier: that is the evidence. A fault in here, of whatever kind, breaks its link.
 """
 
 import logging
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbus.dataplane import ucp
+from kvbus.dataplane.notices import NOTICE_AM_ID, Notice
 from kvbus.dataplane.reader import Pace
-from kvbus.dataplane.ucx_plane import NOTICE_AM_ID, Notice
 from kvbus.dataplane.ucx_reading import Get, Reading, Scratch
 from kvbus.errors import BackendError
 from kvbus.ledger.facts import Evidence, FailureClass
 
 GETS_IN_FLIGHT_MAX = 256
-"""Of one peer. UCX works them off one after another; more in line gains nothing and delays a cancel."""
+"""Of one peer, of up to eight pieces. UCX works them off in turn; more in line gains nothing and delays a cancel."""
 BYTES_IN_FLIGHT_MAX = 32 << 20
 """Of one peer: 7 ms at 5 GB/s, so that a cancel seldom waits longer; four segments, so that reading never pauses."""
-POSTS_A_STEP_MAX = 64
-"""At 4 µs a post, other peers and progress get their turn after a quarter of a millisecond."""
+POSTS_A_STEP_MAX = 16
+"""At 16 µs for eight small pieces, other peers and progress get their turn after a quarter of a millisecond."""
 NOTICES_UNDER_WAY_MAX = 1024
 """Beyond that the peer does not take messages; the bus repeats each notice anyway."""
 
@@ -67,6 +67,7 @@ class Link:
         self._counters = counters
         self._wire_up_by = wire_up_by
         self._on_end = on_end
+        self._is_broken = False
         self._is_up = False
         self._closing: ucp.Request | None = None
         self._keys: dict[bytes, ucp.RemoteKey] = {}
@@ -124,9 +125,21 @@ class Link:
         if self._endpoint.failed:
             self._counters.failures += 1
         self._aborted = {get.reading for request, get in self._in_flight if request.status() == ucp.IN_PROGRESS}
+        self._closing = self._endpoint.close(force=True)
         for reading in self._readings:
             reading.stop(failure, text)
-        self._closing = self._endpoint.close(force=True)
+
+    def break_by(self, error: Exception) -> None:
+        """Close by force after something raised that nobody expected; the second time it is raised again.
+
+        Then the close itself does not work, and this thread cannot say when the access of its attempts has ended.
+        """
+        if self._is_broken:
+            raise error
+        self._is_broken = True
+        log.error("the connection to %s is closed, a fault of ours broke it: %r", self.peer, error, exc_info=error)
+        self._counters.failures += 1
+        self.close(FailureClass.TRANSPORT, f"a fault of ours broke the connection to {self.peer}: {error!r}")
 
     def send_notice(self, notice: Notice) -> None:
         """Tell the source that an attempt's access has ended; a lost notice is repeated over the bus."""
@@ -166,14 +179,14 @@ class Link:
         return 0 if posts else None
 
     def _post(self, get: Get) -> None:
-        reading, _, local, remote, length_bytes, handle = get
+        reading, _, pieces, length_bytes, handle = get
         if reading.key is None:
             raise BackendError("the attempt has no key of the peer's memory")
-        request = self._endpoint.get(local, length_bytes, remote, reading.key, handle)
+        request = self._endpoint.get_all(pieces, reading.key, handle)
         self._in_flight.append((request, get))
         reading.in_flight += 1
         self._bytes_in_flight += length_bytes
-        self._counters.gets += 1
+        self._counters.gets += len(pieces)
 
     def _collect(self) -> None:
         in_flight, freed = self._in_flight, 0
@@ -211,5 +224,7 @@ class Link:
 
     def _end(self, reading: Reading, evidence: Evidence) -> None:
         self._readings.remove(reading)
-        self.scratch.forget(reading)
-        self._on_end(self, reading, evidence)
+        try:
+            self.scratch.forget(reading)
+        finally:  # whatever else goes wrong, its evidence stands, and nobody would tell of it later
+            self._on_end(self, reading, evidence)

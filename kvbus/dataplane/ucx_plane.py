@@ -4,8 +4,12 @@ One thread makes every UCX call, because UCX's progress may run for milliseconds
 long. It sleeps on UCX's event descriptor and its own while nothing is under way, and spins while something is: a read
 over shared memory advances only inside `progress` and raises no event. As a lender the thread only has to be there:
 wire-up and reads over TCP need its progress.
+
+A fault of one attempt or one peer is its task's to contain. What gets past it is a fault of the plane: the thread says
+so, loudly, closes UCX by force and ends. Only that close, where it succeeds, is evidence for what was under way.
 """
 
+import logging
 import mmap
 import os
 import select
@@ -18,13 +22,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
 
-from kvbus.codec import pack, unpack
 from kvbus.dataplane import ucp
+from kvbus.dataplane.notices import NOTICE_AM_ID, Notice
 from kvbus.dataplane.reading import LocalPool
 from kvbus.errors import BackendError, KvbusError, PeerError
-from kvbus.events import ReaderKey
 from kvbus.grants import UcxAccess
 from kvbus.pool.memory import PoolMemory
 
@@ -34,7 +36,6 @@ COMMANDS_MAX = 16_384
 """Each attempt puts at most two commands (submit, cancel) in line, and at most 4,096 attempts are under way."""
 NOTICES_MAX = 65_536
 """As many as the lender keeps tombstones for; one that is dropped comes again over the bus."""
-NOTICE_AM_ID = 1
 IDLE_S = 1.0
 """Nothing depends on it: should a wake be lost, the thread looks again this soon."""
 PROGRESS_A_ROUND_MAX = 4
@@ -44,41 +45,28 @@ QUIET_ROUNDS_MAX = 200
 QUIET_SLEEP_S = 0.001
 """A wait for a peer that does not move costs a look per millisecond then, not a core."""
 
+FAILURE_LENGTH_MAX = 500
+"""Characters of what went wrong: it goes into facts, whose texts take 2,000."""
+
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Task(Protocol):
     """Something that the thread drives."""
 
     def step(self, now: float) -> float | None:
-        """Do what can be started now; return how long the thread may sleep: 0 not at all, None without limit."""
+        """Do what can be started now; return how long the thread may sleep: 0 not at all, None without limit.
 
-    def close(self) -> None:
-        """Forget UCX's handles: the context is about to close, by force."""
+        What it raises ends the plane, with everything that others read over it.
+        """
 
+    def failed(self, text: str) -> None:
+        """The plane has failed: nothing more is posted, and what is under way may still touch memory."""
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A reader's word that its access under this grant has ended; the nonce proves that it had the grant."""
-
-    key: ReaderKey
-    nonce: bytes
-
-    def encode(self) -> bytes:
-        """Return the message's bytes."""
-        return pack({"key": self.key.model_dump(), "nonce": self.nonce})
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Notice":
-        """Return the notice in a message; PeerError where it is none."""
-        document = unpack(data, length_max_bytes=ucp.AM_BYTES_MAX)
-        nonce = document.get("nonce")
-        if not isinstance(nonce, bytes):
-            raise PeerError("notice has no nonce", got=type(nonce).__name__)
-        try:
-            return cls(ReaderKey.model_validate(document.get("key")), nonce)
-        except ValidationError as error:
-            raise PeerError("notice has no reader key", problem=error.errors(include_url=False)[0]["msg"]) from error
+    def closed(self, *, is_quiet: bool) -> None:
+        """The thread ends. `is_quiet`: UCX was closed by force, every request has ended, and none touches memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +82,8 @@ class RegisteredPool:
 class PlaneStatistics:
     """Counters of the thread: `messages_refused` were no notices, `notices_dropped` found the list full.
 
-    `rounds` of the thread stand still while it sleeps, but for one look a second.
+    `rounds` of the thread stand still while it sleeps, but for one look a second. `failure` says what ended it, if
+    anything did; `messages_failed` raised where they were taken.
     """
 
     running: bool
@@ -103,6 +92,16 @@ class PlaneStatistics:
     notices_received: int
     notices_dropped: int
     messages_refused: int
+    messages_failed: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to run on the thread; `drop` is called in its stead where the thread ends first."""
+
+    run: Callable[[], None]
+    drop: Callable[[], None] | None
 
 
 class UcxPlane:
@@ -110,8 +109,10 @@ class UcxPlane:
 
     `wake` is called from the thread: the caller makes that safe, and it must not raise.
     `settings` are UCX's own, without the prefix, over the binding's defaults. `start` before anything else. Pools stay
-    registered until `close`.
+    registered until `close`. A plane whose thread has failed says why in `failure`; nothing starts it again.
     """
+
+    failure = ""
 
     def __init__(
         self,
@@ -125,13 +126,13 @@ class UcxPlane:
         self._library_path = library_path
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._accepting = False
         self._stopping = False
         self._tasks: list[Task] = []
         self._pools: dict[int, RegisteredPool] = {}
         self._notices: deque[Notice] = deque()
-        self._received = self._dropped = self._refused = self._quiet = self._rounds = 0
+        self._received = self._dropped = self._refused = self._failed_messages = self._quiet = self._rounds = 0
 
     def __repr__(self) -> str:
         return f"<UcxPlane {'running' if self._accepting else 'stopped'} pools={len(self._pools)}>"
@@ -143,7 +144,10 @@ class UcxPlane:
         if self._thread is not None:
             raise BackendError("the UCX thread was started before; make a new UcxPlane")
         opened: Future[None] = Future()
-        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise BackendError(f"no descriptor for the UCX thread: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, args=(opened,), name="kvbus-ucx", daemon=True)
         self._thread.start()
         try:
@@ -167,12 +171,15 @@ class UcxPlane:
         """Drive a task from now on, once a round; False if the thread does not run."""
         return self.post(lambda: self._tasks.append(task))
 
-    def post(self, command: Callable[[], None]) -> bool:
-        """Run a command on the thread, soon and in order; False if it has ended or has too many commands in line."""
+    def post(self, command: Callable[[], None], drop: Callable[[], None] | None = None) -> bool:
+        """Run a command on the thread, soon and in order; False if it has ended or has too many commands in line.
+
+        Where the thread ends before the command's turn it calls `drop` instead, once.
+        """
         with self._lock:
             if not self._accepting or len(self._commands) >= COMMANDS_MAX:
                 return False
-            self._commands.append(command)
+            self._commands.append(_Command(command, drop))
             os.eventfd_write(self._event_fd, 1)
         return True
 
@@ -183,11 +190,15 @@ class UcxPlane:
         def run() -> None:
             try:
                 answer.set_result(function())
-            except (KvbusError, ValueError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - the caller's function: what it raises is the caller's
                 answer.set_exception(error)
 
-        if not self.post(run):
-            raise BackendError("the UCX thread does not run, or is far behind; start it, or look at its statistics")
+        def drop() -> None:
+            answer.set_exception(BackendError(f"the UCX thread has ended: {self.failure or 'it was closed'}"))
+
+        if not self.post(run, drop):
+            why = self.failure or "start it, or look at its statistics"
+            raise BackendError(f"the UCX thread does not run, or is far behind: {why}")
         try:
             return answer.result(wait_s)
         except TimeoutError as error:
@@ -209,6 +220,8 @@ class UcxPlane:
             notices_received=self._received,
             notices_dropped=self._dropped,
             messages_refused=self._refused,
+            messages_failed=self._failed_messages,
+            failure=self.failure,
         )
 
     def close(self, budget_s: float = CALL_S) -> bool:
@@ -245,25 +258,19 @@ class UcxPlane:
     def _run(self, opened: "Future[None]") -> None:
         try:
             self._open()
-        except KvbusError as error:
+        except BaseException as error:  # noqa: BLE001 - nobody stands above this thread: `start` raises it
             os.close(self._event_fd)
-            opened.set_exception(error)
+            known = isinstance(error, KvbusError)
+            opened.set_exception(error if known else BackendError(f"UCX could not be opened: {error!r}"))
             return
         self._accepting = True
         opened.set_result(None)
         try:
             while not self._stopping:
                 self._round()
-        finally:
-            with self._lock:
-                self._accepting = False
-                self._commands.clear()
-                os.close(self._event_fd)
-            for task in self._tasks:
-                task.close()
-            self._epoll.close()
-            self._context.close()
-            self._pools.clear()
+        except BaseException as error:  # noqa: BLE001 - nobody stands above this thread: unsaid, it would end silently
+            self._fail(error)
+        self._end()
 
     def _open(self) -> None:
         self._context = ucp.Context.open(ucp.load(self._library_path), self._settings)
@@ -273,14 +280,40 @@ class UcxPlane:
             self._epoll = select.epoll()
             self._epoll.register(self._worker.event_fd(), select.EPOLLIN)
             self._epoll.register(self._event_fd, select.EPOLLIN)
-        except KvbusError:
+        except BaseException:
             self._context.close()
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Say that the plane has failed, to everybody who counts on it; UCX is closed next."""
+        self.failure = f"the UCX thread has failed: {error!r}"[:FAILURE_LENGTH_MAX]
+        log.critical("%s; nothing is read by UCX any more, start this worker again", self.failure, exc_info=error)
+        for task in self._tasks:
+            _told("failed", lambda task=task: task.failed(self.failure))  # type: ignore[misc]
+
+    def _end(self) -> None:
+        """Take nothing more, close UCX by force, and say whether that has ended every access."""
+        with self._lock:
+            self._accepting = False
+            commands, self._commands = self._commands, deque()
+            os.close(self._event_fd)
+        for command in commands:
+            if command.drop is not None:
+                _told("drop", command.drop)
+        is_quiet = _told("close", self._close_ucx)
+        for task in self._tasks:
+            _told("closed", lambda task=task: task.closed(is_quiet=is_quiet))  # type: ignore[misc]
+        _told("wake", self._wake)
+
+    def _close_ucx(self) -> None:
+        self._epoll.close()
+        self._context.close()
+        self._pools.clear()
 
     def _round(self) -> None:
         self._rounds += 1
         for _ in range(len(self._commands)):
-            self._commands.popleft()()
+            self._commands.popleft().run()
         worked = self._worker.progress()
         for _ in range(PROGRESS_A_ROUND_MAX - 1):
             if not worked or not self._worker.progress():
@@ -329,10 +362,25 @@ class UcxPlane:
         except PeerError:
             self._refused += 1
             return
+        except Exception:
+            # The bus repeats each notice, so one that cannot be taken costs time and no page.
+            self._failed_messages += 1
+            log.exception("a reader's notice could not be taken")
+            return
         with self._lock:
             self._received += 1
             if len(self._notices) >= NOTICES_MAX:
                 self._dropped += 1
                 return
             self._notices.append(notice)
-        self._wake()
+        _told("wake", self._wake)
+
+
+def _told(what: str, call: Callable[[], None]) -> bool:
+    """Make one of the last calls of a thread that ends; return whether it was made whole, and log what it raised."""
+    try:
+        call()
+    except Exception:
+        log.exception("%s raised in the UCX thread", what)
+        return False
+    return True

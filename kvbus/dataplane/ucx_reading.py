@@ -6,19 +6,23 @@ overlapping: the generation records are asked for once its last byte has arrived
 
 import mmap
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
 from kvbus.dataplane import ucp
 from kvbus.dataplane.reader import Progress
-from kvbus.dataplane.reading import SCRATCH_BYTES, Limits, Run, Segment
+from kvbus.dataplane.reading import SCRATCH_BYTES, Limits, Segment
 from kvbus.ledger.facts import FailureClass
 from kvbus.pool.generations import RECORD_BYTES
 
 SEGMENTS_UNDER_WAY_MAX = 4
 """Of one attempt: one being read, one being verified, and two in line."""
+PIECES_MAX = 8
+"""Posted, and waited for, together: a page of 16 KiB then costs this thread 10 µs where it cost 13 alone."""
+PIECES_BYTES_MAX = 512 << 10
+"""Together, where they are several: 0.1 ms of reading, which delays no other attempt."""
 SCRATCH_SLOTS = 3
 """Segments of one peer being verified at once: one a round trip, and two in line behind it."""
 
@@ -41,12 +45,11 @@ class Work:
 
 
 class Get(NamedTuple):
-    """One get to post; without a work it is the probe."""
+    """What is posted together, one piece or a few small ones; without a work it is the probe."""
 
     reading: "Reading"
     work: Work | None
-    local_address: int
-    remote_address: int
+    pieces: Sequence[ucp.Piece]
     length_bytes: int
     handle: ucp.MemoryHandle
 
@@ -126,6 +129,7 @@ class Reading:
         self.cancel_by: float | None = None
         self.works: list[Work] = []
         self._segments = progress.plan.segments(limits)
+        self._pieces_bytes = min(PIECES_BYTES_MAX, limits.run_bytes)
         self._has_more = True
         self.ready: deque[Get] = deque()
         """What the link may post now, in order."""
@@ -169,8 +173,10 @@ class Reading:
             raise ValueError("the segment has no scratch slot")
         if self.progress.stop is not None:
             return
-        base, work.left = self._scratch.address(work.slot), len(work.segment.spans)
-        self.ready.extendleft(self._gets(work, work.segment.spans, base, self._scratch.handle))
+        base = self._scratch.address(work.slot)
+        gets = self._gets(work, work.segment.spans, base, self._scratch.handle)
+        work.left = len(gets)
+        self.ready.extendleft(gets)
 
     def _begin_segment(self) -> None:
         segment = next(self._segments, None)
@@ -186,9 +192,9 @@ class Reading:
             self._post_payload(work)
 
     def _post_payload(self, work: Work) -> None:
-        work.phase, work.left = _Phase.PAYLOAD, len(work.segment.runs)
-        base = self.progress.plan.local.address
-        self.ready.extend(self._gets(work, work.segment.runs, base, self._pool))
+        gets = self._gets(work, work.segment.columns(), self.progress.plan.local.address, self._pool)
+        work.phase, work.left = _Phase.PAYLOAD, len(gets)
+        self.ready.extend(gets)
 
     def _phase_ended(self, work: Work) -> None:
         if work.phase is _Phase.PAYLOAD:
@@ -205,16 +211,18 @@ class Reading:
         self._scratch.give_back(work)
         self.progress.verified(work.segment, unchanged)
 
-    def _gets(self, work: Work, runs: Iterable[Run], local_base: int, handle: ucp.MemoryHandle) -> list[Get]:
+    def _gets(
+        self, work: Work, runs: Iterable[tuple[int, int, int]], local_base: int, handle: ucp.MemoryHandle
+    ) -> list[Get]:
         remote_base = self.progress.plan.grant.pool.base
-        return [
-            Get(self, work, local_base + local, remote_base + source, length_bytes, handle)
-            for source, local, length_bytes in runs
-        ]
+        pieces = [(local_base + local, length, remote_base + source) for source, local, length in runs]
+        count = max(1, min(PIECES_MAX, self._pieces_bytes // max(length for _, length, _ in pieces)))
+        parts = [pieces[first : first + count] for first in range(0, len(pieces), count)]
+        return [Get(self, work, part, sum(length for _, length, _ in part), handle) for part in parts]
 
     def probe(self) -> Get:
         """Return the get that proves the peer's answer: the first granted page's record, into no one's memory."""
         plan = self.progress.plan
         offset = plan.grant.pool.generations_offset + RECORD_BYTES * plan.source_pages[0]
-        place, handle = self._scratch.probe_address, self._scratch.handle
-        return Get(self, None, place, plan.grant.pool.base + offset, RECORD_BYTES, handle)
+        piece = (self._scratch.probe_address, RECORD_BYTES, plan.grant.pool.base + offset)
+        return Get(self, None, (piece,), RECORD_BYTES, self._scratch.handle)

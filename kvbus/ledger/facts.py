@@ -94,6 +94,8 @@ class FailureClass(IntEnum):
     Unlike PAGE_CHANGED, which ordinary work may bring, it means that memory or a transport is at fault, or that
     somebody wrote who had no right to: trying again at the same source may well bring the same.
     """
+    EXHAUSTED = 17
+    """The queue has offered the request so often that whoever takes it seems to die of it: it is not run (P23)."""
 
 
 RESULT_BITS = Fact.DELIVERED | Fact.FAILED | Fact.CANCELLED

@@ -69,7 +69,9 @@ class Foreign:
         heard: list[Change] = []
         try:
             said = binding.backend.changes()
-            for change in said or ():
+            if not said:
+                return ()
+            for change in said:
                 if fault := fault_of(change):
                     self.contradict(binding, 0, fault)
                     self.stop(binding, fault)

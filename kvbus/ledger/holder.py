@@ -86,8 +86,7 @@ class LeaseHolder:
             raise ValueError(f"lease {key} is held already, as T{self._by_lease[key].ticket}")
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         held = Held(ticket, lease, mode, binding, peer, transfer, hint, timeout_s, now)
-        self._held[ticket] = held
-        self._by_lease[key] = held
+        self._held[ticket] = self._by_lease[key] = held
         binding.unreturned += 1
         self._touch(held)
         if self._shutting_down:
@@ -239,6 +238,10 @@ class LeaseHolder:
         """Return a held lease's fact bits; 0 once it has been returned."""
         return held.bits if (held := self._held.get(ticket)) else 0
 
+    def held(self) -> Iterable[Held]:
+        """Return what is remembered of each held lease, oldest first: to read, never to change."""
+        return self._held.values()
+
     def tickets(self) -> set[int]:
         """Return the tickets of all leases that are held now."""
         return set(self._held)
@@ -268,9 +271,8 @@ class LeaseHolder:
         held.view = view
         held.bits |= Fact.GRANTED
         self._touch(held)
-        writes, pages, counters = held.writes, view.pages, view.counters
-        row = GrantedRow(held.ticket, held.transfer, view.rank, writes, held.lender, held.peer, pages, counters)
-        self._rows.append(row)
+        named = (held.ticket, held.transfer, view.rank, held.writes, held.lender, held.peer)
+        self._rows.append(GrantedRow(*named, view.pages, view.counters))
         if held.hint is not NOT_YET:
             self._to_submit.append(held)
 
@@ -393,7 +395,6 @@ class LeaseHolder:
         self._fail(held, FailureClass.LENDER_STOPPED, self._foreign.stopped_lenders[held.lender])
 
     def _known(self, ticket: int, claim: str) -> Held:
-        held = self._held.get(ticket)
-        if held is None:
+        if (held := self._held.get(ticket)) is None:
             raise LedgerContradictionError("no such lease is held", ticket=ticket, claim=claim)
         return held

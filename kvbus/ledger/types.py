@@ -153,7 +153,9 @@ class Order:
 class Change:
     """What a backend reports of an attempt: a result, access-end evidence, or both. Each names ticket and attempt.
 
-    A result says nothing about memory; only `evidence` does.
+    A result says nothing about memory; only `evidence` does. The last two are for the pages' lender to know, and decide
+    nothing here: `differing` are rows that came with other bytes than their digests, `changed` counts those that were
+    rewritten while they were read.
     """
 
     ticket: int
@@ -161,6 +163,8 @@ class Change:
     result: Result | None = None
     evidence: Evidence | None = None
     text: str = ""
+    differing: tuple[int, ...] = ()
+    changed: int = 0
 
 
 class SubmissionRejectedError(Exception):

@@ -57,6 +57,12 @@ class PageDigests:
         """Digests that were made here."""
         self.spoiled = 0
         """Pages whose bytes were found changed since they were sealed here."""
+        self.reported = 0
+        """Pages of ours that readers found with other bytes than their digests."""
+        self.rewritten = 0
+        """Pages of ours that readers found rewritten while they read them."""
+        self.dropped = 0
+        """Reported pages that were taken out of the reuse index, since nobody could say which side was at fault."""
         self._generations = generations
         self._page_count = page_count
         self._digests = array("Q")

@@ -88,25 +88,23 @@ class Generations:
 
     def raise_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Make the pages' counters odd, each larger than ever before, and return them (P1: before the first byte)."""
-        counters = self._counters
-        raised = tuple(counters[page] + 1 + counters[page] % 2 for page in pages)
+        raised = tuple([counter + 1 + counter % 2 for counter in self.counters(pages)])
         self._store(pages, raised, (_COUNTER, _COUNTER_COMPLEMENT))
         return raised
 
     def seal_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Make the pages' counters even and return them (P1: after the last byte); each must be odd."""
-        counters = self._counters
-        for page in pages:
-            if counters[page] % 2 == 0:
-                raise LedgerContradictionError("a page is sealed that nobody writes", page=page, counter=counters[page])
-        sealed = tuple(counters[page] + 1 for page in pages)
+        counters = self.counters(pages)
+        for page, counter in zip(pages, counters, strict=True):
+            if counter % 2 == 0:
+                raise LedgerContradictionError("a page is sealed that nobody writes", page=page, counter=counter)
+        sealed = tuple([counter + 1 for counter in counters])
         self._store(pages, sealed, (_COUNTER_COMPLEMENT, _COUNTER))
         return sealed
 
     def counters(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Return the worker's own counters of the pages."""
-        counters = self._counters
-        return tuple(counters[page] for page in pages)
+        return tuple(map(self._counters.__getitem__, pages))
 
     def read(self, page: int) -> Generation | None:
         """Return what the shared record of a page says now, or None where it is torn."""

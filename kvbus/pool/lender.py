@@ -317,13 +317,12 @@ class PoolLender:
     # --- inside a step ---
 
     def _commit(self, lease: PoolLease) -> None:
-        index = self._index
-        content: list[int] = []
-        spare: list[int] = []
+        index, counts = self._index, not lease.forgotten
+        content, spare = list[int](), list[int]()
         # Last row first: the prompt's end is evicted before its beginning, and free pages are handed out ascending.
         rows = zip(lease.pages[::-1], lease.names[::-1], (lease.arrived or ())[::-1], strict=True)
         for page, name, whole in rows:
-            (content if whole and name and not lease.forgotten and name not in index else spare).append(page)
+            (content if whole and name and counts and name not in index else spare).append(page)
         self._memory.generations.seal_pages(content)
         self._memory.digests.sealed(content)
         named = dict(zip(lease.pages, lease.names, strict=True))

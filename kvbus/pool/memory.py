@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -91,6 +92,8 @@ class PoolMemory:
 
     def __init__(self, fd: int, mapping: mmap.mmap, layout: PageLayout, plan: PoolPlan, epoch: int) -> None:
         self._fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)  # a pool that is dropped gives its descriptor back, too
+        self._close_fd.atexit = False
         self._mapping = mapping
         self._layout = layout
         self._plan = plan
@@ -211,6 +214,11 @@ class PoolMemory:
         """The length of the whole mapping in bytes."""
         return self._plan.length_bytes
 
+    @property
+    def whole(self) -> NDArray[np.uint8]:
+        """All bytes of the pool, from `address` on, a view; ValueError once it was closed."""
+        return self._whole()
+
     def page_bytes(self, page: int) -> NDArray[np.uint8]:
         """Return the content of a page as bytes, a view without its padding; IndexError outside the pool."""
         if not 0 <= page < self._plan.page_count:
@@ -247,7 +255,7 @@ class PoolMemory:
             table.flags.writeable = writable
             self._generations.map_to(table)
             return Closing.KEPT_IN_USE
-        os.close(self._fd)
+        self._close_fd()
         return Closing.UNMAPPED
 
     def _whole(self) -> NDArray[np.uint8]:

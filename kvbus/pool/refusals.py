@@ -1,6 +1,7 @@
 """How the lender says no: argument faults raise before anything changes, refusals are values with numbers."""
 
 from collections.abc import Sequence
+from operator import lt
 from typing import Final
 
 import numpy as np
@@ -55,6 +56,9 @@ def require_names(names: Sequence[bytes]) -> None:
 
 def require_ordinals(ordinals: Sequence[int]) -> None:
     """Raise TypeError or ValueError unless these are block positions in ascending order."""
+    ascends = set(map(type, ordinals)) <= {int} and all(map(lt, ordinals, ordinals[1:]))
+    if ascends and (not ordinals or 0 <= ordinals[0] <= ordinals[-1] <= ORDINAL_MAX):
+        return  # the slow words below say what is wrong with others
     before = -1
     for ordinal in ordinals:
         if type(ordinal) is not int:

@@ -11,10 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbus.errors import BusError, PeerError
-from kvbus.events import LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, decode, encode
+from kvbus.events import (
+    LeaseReleased,
+    LendAnswered,
+    LendRequested,
+    ReaderKey,
+    ReleaseConfirmed,
+    decode,
+    encode,
+)
 from kvbus.grants import Expected, Grant, refusal, unseal
 from kvbus.ledger.facts import FailureClass
-from kvbus.parts import Body, ProcessIdentity
+from kvbus.parts import Body, PagesFound, ProcessIdentity
 from kvbus.processes import same_host, start_ticks
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered, lookup
@@ -23,6 +31,9 @@ from kvbus.transport import Bus, NoAnswer
 
 ANSWER_SLACK_S = 3.0
 """What an answer may take beyond the source's own wait: a busy loop, and a broker that reconnects."""
+NOBODY_MAX_S = 3.0
+"""A source that nobody hears for may have lost its connection with the broker's restart: it is back within two seconds
+(`kvbus.bus_link`). After this long its heart has missed three beats, and it counts as gone."""
 RELEASES_MAX = 4_096
 """Releases still unconfirmed: as many leases as a source lends at once; beyond that new transfers are refused."""
 RELEASE_PAUSE_MAX_S = 10.0
@@ -88,14 +99,20 @@ class Asker:
     ) -> Granted | NotGranted:
         """Ask until the source grants, refuses, or the deadline passes; then check the grant before anything moves."""
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
+        nobody_since: float | None = None
         while (left_s := deadline - self._clock()) > 0:
             question = asked.model_copy(update={"budget_s": max(0.001, left_s), "wait_s": min(asked.wait_s, left_s)})
             asked_at = self._clock()
             answer = await self._request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
             if isinstance(answer, NoAnswer):
                 if answer.reason == "nobody_listens":
-                    whom = f"{source.instance}/{source.member}"
-                    return NotGranted(FailureClass.PEER_LOST, f"nobody answers for {whom}: it has gone")
+                    nobody_since = asked_at if nobody_since is None else nobody_since
+                    if self._clock() - nobody_since >= NOBODY_MAX_S or await self._is_gone(source):
+                        whom = f"{source.instance}/{source.member}"
+                        return NotGranted(FailureClass.PEER_LOST, f"nobody answers for {whom}: it has gone")
+                    await asyncio.sleep(min(self._pause_s, left_s))
+                else:
+                    nobody_since = None
                 continue
             if answer.status == "granted":
                 return self._checked(answer, asked, source, page_bytes)
@@ -106,10 +123,14 @@ class Asker:
                 await asyncio.sleep(self._pause_s)
         return NotGranted(FailureClass.DEADLINE, f"{source.instance} did not grant within the budget")
 
-    def release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
-        """Tell the source, until it confirms, that access under this key has ended; returns at once."""
+    def release(self, key: ReaderKey, nonce: bytes, source: Registered, found: PagesFound | None = None) -> None:
+        """Tell the source, until it confirms, that access under this key has ended; returns at once.
+
+        `found` is what there is to say of its pages: a word in band says only the first, so the bus says both.
+        """
         if key not in self._releases:
-            task = asyncio.get_running_loop().create_task(self._release(key, nonce, source))
+            body = LeaseReleased(key=key, nonce=nonce, found=found)
+            task = asyncio.get_running_loop().create_task(self._release(body, source))
             self._releases[key] = task
             task.add_done_callback(lambda _task: self._releases.pop(key, None))
 
@@ -167,9 +188,8 @@ class Asker:
             return NotGranted(FailureClass.GRANT_REFUSED, reason)
         return Granted(grant, expected, source)
 
-    async def _release(self, key: ReaderKey, nonce: bytes, source: Registered) -> None:
+    async def _release(self, body: LeaseReleased, source: Registered) -> None:
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
-        body = LeaseReleased(key=key, nonce=nonce)
         pause_s = self._pause_s
         while True:
             try:
@@ -179,9 +199,15 @@ class Asker:
                 if isinstance(data, NoAnswer) and await self._has_ended(source):
                     return
             except (BusError, PeerError) as error:
-                log.info("release of %s not confirmed: %s", key.transfer, error)
+                log.info("release of %s not confirmed: %s", body.key.transfer, error)
             await asyncio.sleep(pause_s)
             pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
+
+    async def _is_gone(self, source: Registered) -> bool:
+        try:
+            return await self._has_ended(source)
+        except BusError:
+            return False
 
     async def _has_ended(self, source: Registered) -> bool:
         """Return True where the process that lent is no more: gone from this host, or started again.

@@ -12,7 +12,7 @@ from kvbus.dataplane.ucx_plane import UcxPlane
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
-from kvbus.events import HeartbeatSeen, InstanceRecord
+from kvbus.events import HeartbeatSeen, InstanceRecord, NamesForgotten
 from kvbus.grants import LenderKey
 from kvbus.ledger.admission import AdmissionGate
 from kvbus.ledger.agreement import Agreement
@@ -25,6 +25,7 @@ from kvbus.pool.digests import DigestMode
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.asking import Asker
+from kvbus.roles.cache_desk import CacheDesk
 from kvbus.roles.council import InstanceCouncil, Place
 from kvbus.roles.counting import (
     Counters,
@@ -39,11 +40,14 @@ from kvbus.roles.desk import PoolDesk
 from kvbus.roles.destination import Destination
 from kvbus.roles.intake import Intake
 from kvbus.roles.local import LocalBackend
+from kvbus.roles.past import Past
 from kvbus.roles.poolside import PoolSide
+from kvbus.roles.portrait import Portrait
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Presence
 from kvbus.roles.results import Results
+from kvbus.roles.rollback import Rollback
 from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
 from kvbus.roles.sharing import Sharing
@@ -90,6 +94,7 @@ class Parts:
     council: InstanceCouncil | None = None
     """The agreement with this instance's other members, where there are any."""
     sharing: Sharing | None = None
+    rollback: Rollback | None = None
 
     def counters(self) -> Mapping[str, int | float | str]:
         """Return what is worth counting, by name."""
@@ -101,6 +106,7 @@ class Parts:
             "requests": self.intake.statistics.requests,
             "messages_malformed": self.intake.statistics.malformed,
             "messages_misplaced": self.intake.statistics.misplaced,
+            "snapshots": self.rollback.snapshots if self.rollback else 0,
         }
         counters |= holder_counters(holder.statistics(), lenders=(self.pool.lender.name,), now=now)
         counters |= page_counters(self.pool.allocator.statistics()) | digest_counters(self.pool.memory.digests)
@@ -123,13 +129,11 @@ def holding_of(rounds: Rounds, pool: PoolSide) -> HoldingCost:
 
 def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, hello: Hello) -> Parts:
     """Build everything that needs the pool. Raises ConfigError where the pool or the data plane cannot be made."""
-    settings = base.settings
-    _require_own_rank(settings, layout)
-    tokens_max = min(hello.tokens_max, settings.prompt_tokens_max)
+    _require_own_rank(settings := base.settings, layout)
     pool = PoolSide.create(
         layout,
         pages=settings.pages,
-        tokens_max=tokens_max,
+        tokens_max=min(hello.tokens_max, settings.prompt_tokens_max),
         vocab_size=hello.vocab_size,
         epoch=base.epoch,
         digests=DigestMode(settings.digests),
@@ -141,8 +145,7 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
     source = _source(base, pool, access, rounds, lending, key=key, prefiller=Prefiller(port=port, desk=desk))
     council = _council(base, rounds)
     asker, gate, destination = _destination(base, port, pool, rounds, council, moving=moving)
-    rounds.follow(destination)
-    desk.follow_forgetting(gate.forget_settled)
+    desk.follow_forgetting(lambda: _forgotten(base, gate, pool))
     intake = Intake(
         bus=base.bus,
         topics=base.topics,
@@ -151,6 +154,8 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         destination=destination,
         source=source,
         recorder=base.recorder,
+        portrait=(portrait := _portrait(base, rounds, destination, council)),
+        cache=CacheDesk(pool=pool, tokenizer=port, forget=desk.forget, on_evict=gate.forget_settled),
         counters=lambda: parts.counters(),  # noqa: PLW0108 - parts exists only after this
         leads=council,
     )
@@ -160,7 +165,7 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         recorder=base.recorder,
         instance=settings.instance,
         member=settings.member,
-        record=_record(pool, hello, key, access),
+        record=_record(pool, hello, key, access, settings.urls),
         load=lambda: _load(parts, base.recorder),
     )
     parts = Parts(
@@ -177,8 +182,15 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         presence=presence,
         council=council,
         sharing=_sharing(base, council, destination) if council is not None else None,
+        rollback=_rollback(base, portrait),
     )
     return parts
+
+
+def _forgotten(base: Base, gate: AdmissionGate, pool: PoolSide) -> None:
+    """All names are being forgotten: what settled may run again, here and for those who remember it elsewhere."""
+    gate.forget_settled()
+    base.recorder.event(NamesForgotten(names=pool.allocator.statistics().cached))
 
 
 def _require_own_rank(settings: WorkerSettings, layout: PageLayout) -> None:
@@ -297,7 +309,9 @@ def _destination(
         bus=base.bus,
         tokenizer=port,
         wall_s=time.time,
+        past=Past(base.bus, base.topics, base.settings.instance, time.time),
     )
+    rounds.follow(destination)
     return asker, gate, destination
 
 
@@ -324,12 +338,13 @@ def _reader_side(
         recorder=base.recorder,
         lend_wait_s=settings.limits.lend_wait_s,
         ways=moving.reader.ways,
+        found=moving.reader.found,
         clock=time.monotonic,
         group=council,
     )
 
 
-def _record(pool: PoolSide, hello: Hello, key: LenderKey, access: PoolAccess) -> InstanceRecord:
+def _record(pool: PoolSide, hello: Hello, key: LenderKey, access: PoolAccess, urls: tuple[str, ...]) -> InstanceRecord:
     return InstanceRecord(
         verify_key=key.verify_key,
         fingerprint=pool.layout.fingerprint(),
@@ -342,12 +357,32 @@ def _record(pool: PoolSide, hello: Hello, key: LenderKey, access: PoolAccess) ->
         process=identity(),
         transports=access.names(),
         version=VERSION,
+        urls=urls or None,
     )
+
+
+def _portrait(base: Base, rounds: Rounds, destination: Destination, council: InstanceCouncil | None) -> Portrait:
+    return Portrait(
+        holder=rounds.holder,
+        recorder=base.recorder,
+        transfers=destination.open_transfers,
+        place=lambda: _settle_place(rounds, council),
+    )
+
+
+def _rollback(base: Base, portrait: Portrait) -> Rollback:
+    subject = base.topics.facts(base.settings.instance)
+    return Rollback(bus=base.bus, subject=subject, recorder=base.recorder, tell=portrait.record)
+
+
+def _settle_place(rounds: Rounds, council: InstanceCouncil | None) -> tuple[int, int]:
+    """Return a member's place in the settle log; one without others has no term."""
+    return (0, rounds.agreement.head) if council is None else council.book.place
 
 
 def _load(parts: Parts, recorder: Recorder) -> HeartbeatSeen:
     pages = parts.pool.allocator.statistics()
-    settle_term, settle_n = (0, parts.rounds.agreement.head) if parts.council is None else parts.council.book.place
+    settle_term, settle_n = _settle_place(parts.rounds, parts.council)
     return HeartbeatSeen(
         transfers_running=parts.destination.running,
         leases_held=parts.rounds.holder.statistics().held,

@@ -96,6 +96,7 @@ def way_counters(ways: ChoosingStatistics) -> Counters:
     """Return by which transports orders went, which came to nothing, and which lanes UCX found to how many peers."""
     counters: Counters = {"ways_passed_on": ways.passed_on}
     counters |= {f"ways_open_{transport}": 1 for transport in ways.opened}
+    counters |= {f"ways_failed_{transport}": why for transport, why in ways.failed.items()}
     counters |= {f"ways_by_{transport}": orders for transport, orders in ways.taken.items()}
     counters |= {f"ways_refused_{transport}": tries for transport, tries in ways.refused.items()}
     return counters | {f"ways_lane_{lane.replace('/', '_')}": peers for lane, peers in ways.lanes.items()}
@@ -104,9 +105,17 @@ def way_counters(ways: ChoosingStatistics) -> Counters:
 def digest_counters(digests: PageDigests) -> Counters:
     """Return how many pages arrived with other bytes than their digests say, and how many changed while they lay here.
 
-    Both are faults of memory, of a transport, or of a writer without a lease; neither page was used.
+    Both are faults of memory, of a transport, or of a writer without a lease; neither page was used. `pages_reported`
+    are ours of which readers say the first, `pages_rewritten` ours that they found changed while they read.
     """
-    return {"pages_differ": digests.differing, "pages_spoiled": digests.spoiled, "digests_made": digests.made}
+    return {
+        "pages_differ": digests.differing,
+        "pages_spoiled": digests.spoiled,
+        "pages_reported": digests.reported,
+        "pages_rewritten": digests.rewritten,
+        "pages_dropped": digests.dropped,
+        "digests_made": digests.made,
+    }
 
 
 def holding_counters(cost: HoldingCost, blocking: Iterable[BlockingLease], *, now: float) -> Counters:

@@ -6,51 +6,27 @@ this file starts them, lets the ledger's facts and the time reach them, and forg
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, Protocol
 
-from kvbus.engines.desk import Refusal
-from kvbus.errors import KvbusError
+from kvbus.errors import BusError
 from kvbus.events import PlanAnswered, TransferRequested, TransferStep, TransferVerdict
 from kvbus.ledger.admission import Admission, AdmissionGate, Verdict
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S, Phase, Transfer
 from kvbus.ledger.types import LeaseFailure
 from kvbus.names import token_bytes, tokens_from_bytes
-from kvbus.parts import Prompt, VerdictWord
-from kvbus.roles.registry import Registered, registered
+from kvbus.parts import Prompt
+from kvbus.roles.admitting import WORD, Admitting, QueuedCancels, spent
+from kvbus.roles.past import Past
+from kvbus.roles.registry import Registered, Sources
 from kvbus.roles.results import SETTLED, Results, outcome_of
 from kvbus.roles.running import Agreed, ReaderSide, Running
+from kvbus.roles.tokens import Tokenizer, token_ids_of
 from kvbus.transport import Bus
 
-WORD: Final[dict[Verdict, VerdictWord]] = {
-    Verdict.ACCEPTED: "accepted",
-    Verdict.ADOPTED: "accepted",  # its own request, delivered again
-    Verdict.DEDUPED: "deduped",
-    Verdict.SKIPPED_BUSY: "skipped_busy",
-    Verdict.REFUSED: "refused",
-}
 OPEN_SHARE = 0.9
 """Of what remains, what may be spent on waiting for the other members: so that the answer says who is not there."""
 SOURCES_MAX = 4_096
 """Sources whose epoch is remembered, several times the instances of a large cluster."""
-
-
-class Tokenizer(Protocol):
-    """The local engine, as far as a destination needs it."""
-
-    async def tokenize(self, prompt: Prompt) -> tuple[int, ...] | Refusal:
-        """Return a prompt's token ids, or why it has none."""
-
-
-@dataclass(slots=True)
-class _Admitting:
-    """A request that is being answered; `refusal` is the answer, where it was not admitted."""
-
-    request_id: str
-    cancelled: bool = False
-    refusal: Admission | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Destination:
@@ -65,17 +41,20 @@ class Destination:
         bus: Bus,
         tokenizer: Tokenizer,
         wall_s: Callable[[], float],
+        past: Past | None = None,
     ) -> None:
         self.results = results
+        self._past = past
         self._side = side
         self._gate = gate
-        self._bus = bus
+        self._sources = Sources(bus, side.clock)
         self._tokenizer = tokenizer
         self._wall_s = wall_s
         self._running: dict[str, Running] = {}
         self._by_ticket: dict[int, Running] = {}
         self._by_hash: dict[str, str] = {}
-        self._admitting: dict[str, _Admitting] = {}
+        self._admitting: dict[str, Admitting] = {}
+        self._cancels = QueuedCancels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._source_epochs: dict[str, int] = {}
         self._sharing: dict[str, Running] = {}
@@ -85,13 +64,22 @@ class Destination:
     @property
     def running(self) -> int:
         """Transfers that have not ended."""
-        return sum(1 for one in self._running.values() if one.transfer.phase is not Phase.ENDED)
+        return len(self.open_transfers())
+
+    def open_transfers(self) -> tuple[Transfer, ...]:
+        """Return the transfers that have not ended."""
+        return tuple(one.transfer for one in self._running.values() if one.transfer.phase is not Phase.ENDED)
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    async def request(self, request: TransferRequested, *, sent_unix_s: float) -> tuple[TransferVerdict, str]:
-        """Answer one request; return the verdict, and the transfer whose end the caller may await, or ""."""
-        admission = await self._admit(request, max(0.0, self._wall_s() - sent_unix_s))
+    async def request(
+        self, request: TransferRequested, *, sent_unix_s: float, offer: int = 1
+    ) -> tuple[TransferVerdict, str]:
+        """Answer one request; return the verdict, and the transfer whose end the caller may await, or "".
+
+        `offer` is the how-manyth time it is that the queue offers it.
+        """
+        admission = await self._admit(request, sent_unix_s, offer)
         answer = TransferVerdict(
             request_id=request.request_id,
             request_hash=request.request_hash,
@@ -103,13 +91,17 @@ class Destination:
             self.results.join(request, admission.transfer)
         return answer, admission.transfer
 
-    def cancel(self, request_hash: str, text: str) -> bool:
-        """Stop the transfer of a request; False where none is running or being admitted."""
+    def cancel(self, request_hash: str, text: str, *, said_unix_s: float) -> bool:
+        """Stop the transfer of a request; False where none is running or being admitted here.
+
+        What may still stand in the queue by then is cancelled when it is offered.
+        """
         if request_hash in self._admitting:  # remembered until the transfer exists (contract 49)
-            self._admitting[request_hash].cancelled = True
+            self._admitting[request_hash].cancelled = text
             return True
         running = self._running.get(self._by_hash.get(request_hash, ""))
         if running is None or running.transfer.phase is Phase.ENDED:
+            self._cancels.note(request_hash, text, said_s=said_unix_s)
             return False
         group = self._side.group
         if group is None or not group.cancel(running.transfer.transfer, text):
@@ -157,7 +149,7 @@ class Destination:
 
     # ---------------------------------------------------------------------------------------------------- admission
 
-    async def _admit(self, request: TransferRequested, queue_s: float) -> Admission:
+    async def _admit(self, request: TransferRequested, sent_s: float, offer: int) -> Admission:
         """Answer a request. Those of one hash come one after the other, and one request is refused once.
 
         Else a second delivery might be refused, and taken off the queue, while the first is still to be admitted (P20).
@@ -166,26 +158,31 @@ class Destination:
             await other.ended.wait()
             if other.request_id == request.request_id and other.refusal is not None:
                 return other.refusal
-        own = self._admitting[request.request_hash] = _Admitting(request.request_id)
+        cancelled = self._cancels.of(request.request_hash, sent_s=sent_s)
+        own = self._admitting[request.request_hash] = Admitting(request.request_id, cancelled)
         try:
-            admission = await self._admit_alone(request, queue_s, own)
+            admission = await self._admit_alone(request, max(0.0, self._wall_s() - sent_s), own, offer)
         finally:
             del self._admitting[request.request_hash]
             own.ended.set()
         own.refusal = None if admission.transfer else admission
         return admission
 
-    async def _admit_alone(self, request: TransferRequested, queue_s: float, own: _Admitting) -> Admission:
+    async def _admit_alone(self, request: TransferRequested, queue_s: float, own: Admitting, offer: int) -> Admission:
         """Answer a request. Repeats are known before anything else is asked, whatever the state of this member."""
         who = {"request_id": request.request_id, "source": request.source}
         known = self._gate.repeat(request.request_hash, **who, now=self._side.clock())
         if known is not None:
             return known
+        if offer > 1 and (ended := await self._ended_before(request)) is not None:
+            return ended
         if reason := self._unable(request, queue_s):
             return self._gate.refuse(reason)
-        source = await registered(self._bus, request.source, self._side.pool.layout.fingerprint())
-        if isinstance(source, str):
-            return self._gate.refuse(source)
+        source: Registered | str = spent(offer)
+        if not source and not own.cancelled:
+            source = await self._sources.find(request.source, self._side.pool.layout.fingerprint())
+            if isinstance(source, str):
+                return self._gate.refuse(source)
         if reason := self._unable(request, queue_s):  # once more: that took its time
             return self._gate.refuse(reason)
         self._number += 1
@@ -196,6 +193,19 @@ class Destination:
             transfer = Transfer(transfer_id, request.request_hash, request.source, now, request.budget_s, queue_s)
             self._start(request, transfer, source, cancelled=own.cancelled)
         return admission
+
+    async def _ended_before(self, request: TransferRequested) -> Admission | None:
+        """Return the end of a request that another run of this instance has recorded, to be told again (P22)."""
+        if self._past is None:
+            return None
+        try:
+            outcome = await self._past.outcome(request.request_id)
+        except BusError as error:
+            return self._gate.refuse(f"bus_unavailable: {error}")
+        if outcome is None:
+            return None
+        self.results.recall(outcome)
+        return Admission(Verdict.ADOPTED, "delivered again, and ended in an earlier run", outcome.transfer)
 
     def _unable(self, request: TransferRequested, queue_s: float) -> str:
         if self._stopping:
@@ -208,14 +218,21 @@ class Destination:
             return f"waited {queue_s:.1f} s in the queue, at most {request.queue_limit_s:g} s allowed"
         return ""
 
-    def _start(self, request: TransferRequested, transfer: Transfer, source: Registered, *, cancelled: bool) -> None:
+    def _start(
+        self, request: TransferRequested, transfer: Transfer, source: Registered | str, *, cancelled: str
+    ) -> None:
+        """Let a transfer begin; one that was cancelled, or whose source is a reason not to run it, ends at once."""
         running = Running(self._side, request, transfer, self._index, self._on_ended)
         self.results.open(transfer.transfer)
         self._running[transfer.transfer] = running
         self._by_hash[request.request_hash] = transfer.transfer
-        self._note(transfer, "accepted", f"from {request.source}, on_miss {request.on_miss}")
+        self._note(transfer, "accepted", f"from {request.source}, on_miss {request.on_miss}", request.request_id)
         if cancelled:
-            running.cancelled(FailureClass.CANCELLED, "cancelled while it was being admitted")
+            running.cancelled(FailureClass.CANCELLED, cancelled)
+        if isinstance(source, str):
+            running.failed(FailureClass.EXHAUSTED, source)
+            self._forget_if_finished(running)
+            return
         task = asyncio.get_running_loop().create_task(self._resolve(running, source))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -224,7 +241,8 @@ class Destination:
 
     async def _resolve(self, running: Running, source: Registered) -> None:
         """Find the prompt's token ids and let the transfer go on, or say why it ends here."""
-        token_ids = await self._token_ids(running.request, running.transfer)
+        wait_s = running.transfer.remaining_s(self._side.clock())
+        token_ids = await token_ids_of(running.request.prompt, self._tokenizer, wait_s=wait_s)
         if isinstance(token_ids, LeaseFailure):
             running.failed(token_ids.failure, token_ids.text)
         elif reason := self._side.pool.unfit(token_ids, self._side.instance):
@@ -235,19 +253,6 @@ class Destination:
                 self._readmit(source)
                 running.resolved(source, token_ids)
         self._forget_if_finished(running)
-
-    async def _token_ids(self, request: TransferRequested, transfer: Transfer) -> tuple[int, ...] | LeaseFailure:
-        if request.prompt.tokens is not None:
-            return tokens_from_bytes(request.prompt.tokens)
-        wait_s = transfer.remaining_s(self._side.clock())
-        try:
-            async with asyncio.timeout(wait_s):
-                ids = await self._tokenizer.tokenize(request.prompt)
-        except TimeoutError:
-            return LeaseFailure(FailureClass.DEADLINE, "the engine did not tokenize the prompt within the budget")
-        except KvbusError as error:  # the engine went away
-            return LeaseFailure(FailureClass.ENGINE_LOST, str(error))
-        return LeaseFailure(FailureClass.BAD_REQUEST, ids.text) if isinstance(ids, Refusal) else ids
 
     async def _wait_for_same_content(self, running: Running, token_ids: tuple[int, ...]) -> None:
         """Two prompts worded differently may tokenize alike: the second waits, and finds its pages here."""
@@ -288,7 +293,7 @@ class Destination:
 
     async def take_part(self, plan: PlanAnswered) -> None:
         """Bring this member's ranks of a transfer that another member admitted."""
-        source = await registered(self._bus, plan.source, self._side.pool.layout.fingerprint())
+        source = await self._sources.find(plan.source, self._side.pool.layout.fingerprint())
         group = self._side.group
         if group is None or not group.is_open(plan.transfer):
             return  # voided meanwhile
@@ -372,6 +377,8 @@ class Destination:
             return
         running.concluded = True
         outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
+        if running.transfer.failure is FailureClass.PEER_LOST:
+            self._sources.forget(running.transfer.source)
         self._gate.ended(running.request.request_hash, settled=outcome.outcome in SETTLED)
         self.results.conclude(outcome, running.request)
 
@@ -385,6 +392,6 @@ class Destination:
         for ticket in running.tickets:
             self._by_ticket.pop(ticket, None)
 
-    def _note(self, transfer: Transfer, step: str, text: str) -> None:
+    def _note(self, transfer: Transfer, step: str, text: str, cause: str = "") -> None:
         body = TransferStep(transfer=transfer.transfer, request_hash=transfer.request_hash, step=step, text=text)
-        self._side.recorder.event(body)
+        self._side.recorder.event(body, cause)

@@ -1,7 +1,7 @@
 """Intake: what reaches this member over the bus, decoded, handed to whom it concerns, and answered.
 
-A message that cannot be read is counted and left; one from the durable queue is taken off it, since it would come back
-for ever. Nothing that a peer sends stops the worker.
+A message that cannot be read is counted and left; one from the durable queue ends as a failed request, since it would
+come back for ever (P23). Nothing that a peer sends stops the worker.
 """
 
 import asyncio
@@ -12,31 +12,49 @@ from typing import Protocol
 
 from kvbus.errors import BusError, PeerError
 from kvbus.events import (
+    CacheAsked,
+    CacheChangeAsked,
     Event,
     PlanAsked,
+    SnapshotAsked,
     StatsAnswered,
     StatsAsked,
     TransferCancelRequested,
+    TransferOutcome,
     TransferRequested,
     TransferStep,
+    TransferVerdict,
     decode,
     encode,
 )
+from kvbus.ledger.facts import FailureClass
 from kvbus.names import request_hash
 from kvbus.parts import Body
+from kvbus.roles.admitting import TRIES_MAX
+from kvbus.roles.cache_desk import CacheDesk
+from kvbus.roles.claims import KEEP_S, Claim
 from kvbus.roles.destination import Destination
+from kvbus.roles.portrait import Portrait
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.source import Source
 from kvbus.topics import Command, Query, Topics, escape
 from kvbus.transport import Bus, Delivery, Subscription, Work
 
 FETCH_WAIT_S = 2.0
-"""One wait for work: short, because a fetch does not notice that its connection broke."""
+"""One wait for work: short, since a fetch does not notice that a cluster has another leader."""
+IDLE_WAIT_S = 6.0
+"""The same where nothing came for a while: rarely asked for, so that an idle instance costs next to nothing, and still
+within the time for which a claim stands."""
+IDLE_AFTER_S = 30.0
 FETCH_MOST = 64
 """Requests taken at a time: more than the usual in-flight cap, so that refusals do not queue behind it."""
-KEEP_S = 3.0
-"""The queue offers a request again 10 s after the last sign of life: three signs, so that one may be lost."""
 BUS_PAUSE_S = 1.0
+OFFERS_MAX = 2 * TRIES_MAX
+"""So often it is tried to run a request, and then to tell that it failed; after that it leaves the queue unread."""
+SURVIVED_MAX = 4_096
+"""Requests whose offers are counted here: several times what the queue gives out at a time."""
+UNREAD = "?"
+"""Stands for the source of a request that cannot be read; no name on the bus is a mark like this by habit."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +87,8 @@ class Intake:
         destination: Destination,
         source: Source,
         recorder: Recorder,
+        portrait: Portrait,
+        cache: CacheDesk | None = None,
         counters: Callable[[], Mapping[str, int | float | str]],
         leads: Leads | None = None,
     ) -> None:
@@ -79,11 +99,14 @@ class Intake:
         self._destination = destination
         self._source = source
         self._recorder = recorder
+        self._portrait = portrait
+        self._cache = cache
         self._counters = counters
         self._leads = leads
         self._subscriptions: list[Subscription] = []
         self._requests: list[Subscription] = []
         self._works: set[asyncio.Task[None]] = set()
+        self._survived: dict[int, int] = {}
         self.statistics = IntakeStatistics()
 
     async def listen(self) -> None:
@@ -92,7 +115,9 @@ class Intake:
         for subject, responder in (
             (topics.command(instance, Command.LEASE, self._member), self._on_lease),
             (topics.command(instance, Command.PLAN, self._member), self._on_plan),
+            (topics.command(instance, Command.CACHE, self._member), self._on_cache),
             (topics.query(instance, Query.STATS), self._on_stats),
+            (topics.query(instance, Query.SNAPSHOT, self._member), self._on_snapshot),
         ):
             self._subscriptions.append(await self._bus.respond(subject, responder))
         if self._leads is None:
@@ -116,17 +141,22 @@ class Intake:
         """Take requests from the durable queue until cancelled; each one ends exactly once."""
         subjects = self._topics.transfer_filter(self._instance)
         consumer = f"dst-{escape(self._instance)}"
+        loop = asyncio.get_running_loop()
+        worked_at = -IDLE_AFTER_S
         while True:
             try:
                 if self._leads is not None:
                     await self._until_leading(self._leads)
-                works = await self._bus.take_work(subjects, consumer=consumer, most=FETCH_MOST, wait_s=FETCH_WAIT_S)
+                asked_at = loop.time()
+                wait_s = IDLE_WAIT_S if asked_at - worked_at > IDLE_AFTER_S else FETCH_WAIT_S
+                works = await self._bus.take_work(subjects, consumer=consumer, most=FETCH_MOST, wait_s=wait_s)
             except BusError as error:
                 log.info("no work while the broker is away: %s", error)
                 await asyncio.sleep(BUS_PAUSE_S)
                 continue
+            worked_at = loop.time() if works else worked_at
             for work in works:
-                task = asyncio.get_running_loop().create_task(self._work(work))
+                task = loop.create_task(self._work(Claim(work, loop.time, asked_at)))
                 self._works.add(task)
                 task.add_done_callback(self._works.discard)
 
@@ -140,22 +170,56 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------------- durable path
 
-    async def _work(self, work: Work) -> None:
+    async def _work(self, claim: Claim) -> None:
+        work = claim.work
+        if claim.clock() - claim.signed_at > FETCH_WAIT_S:
+            await claim.keep()  # it was asked for long ago, so little may be left of its time
+        if not claim.stands or not self._may_take():
+            await claim.give_back()
+            return
         try:
-            event = self._decoded(work.delivery)
-            request = self._request_in(event)
-            self._check_subject(work.delivery, request)
+            event, request = self._work_in(work)
+            self._note_offer(work)
         except PeerError as error:
-            self._refuse_poison(work, error)
-            await self._finish(work)
+            await self._refuse_poison(work, error)
+            await self._until_recorded(claim)
+            await self._finish(claim)
             return
         self.statistics.requests += 1
-        verdict, transfer = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
+        sent_s = event.header.t / 1e9
+        verdict, transfer = await self._destination.request(request, sent_unix_s=sent_s, offer=work.attempt)
+        if verdict.verdict == "refused" and not self._may_take():
+            await claim.give_back()  # the others may take it: only who leads has a word to say about it
+            return
         await self._destination.results.tell_verdict(request, verdict)
         if transfer and verdict.verdict == "accepted":
             while not await self._destination.results.ended(transfer, KEEP_S):
-                await self._keep(work)
-        await self._finish(work)
+                await claim.keep()
+            await self._until_recorded(claim)
+        await self._finish(claim)
+
+    def _may_take(self) -> bool:
+        return self._leads is None or self._leads.leading.is_set()
+
+    def _work_in(self, work: Work) -> tuple[Event, TransferRequested]:
+        """Return what the queue offers; PeerError where no delivery can mend it."""
+        if self._is_deadly(work):
+            raise PeerError("request was offered too often to be looked at again", offers=work.attempt)
+        event = self._decoded(work.delivery)
+        request = self._request_in(event)
+        self._check_subject(work.delivery, request)
+        return event, request
+
+    def _is_deadly(self, work: Work) -> bool:
+        """Whether a request was offered too often to runs before this one; what this run has looked at does no harm."""
+        return work.attempt - self._survived.get(work.delivery.sequence, 0) > OFFERS_MAX
+
+    def _note_offer(self, work: Work) -> None:
+        """Count an offer that this run lives to see: while a transfer runs, its request may be offered for ever."""
+        sequence = work.delivery.sequence
+        self._survived[sequence] = self._survived.pop(sequence, 0) + 1
+        if len(self._survived) > SURVIVED_MAX:
+            del self._survived[next(iter(self._survived))]
 
     def _request_in(self, event: Event) -> TransferRequested:
         """Return the request for this instance that an event holds; its hash must be its own.
@@ -176,29 +240,50 @@ class Intake:
         if self._topics.parse(delivery.subject).last != request.request_hash:
             raise PeerError("request hash and subject differ", subject=delivery.subject)
 
-    def _refuse_poison(self, work: Work, error: PeerError) -> None:
-        """A request that no delivery can mend: it ends as a fact, not in the stream for ever."""
+    async def _refuse_poison(self, work: Work, error: PeerError) -> None:
+        """A request that no delivery can mend: it ends as a failed outcome, not in the stream for ever (P23)."""
         log.warning("request on %s refused: %s", work.delivery.subject, error)
         try:
             request_hash = self._topics.parse(work.delivery.subject).last
-            body = TransferStep(
-                transfer=f"refused-{request_hash}", request_hash=request_hash, step="refused", text=str(error)[:2_000]
-            )
-            self._recorder.event(body)
         except PeerError:
             return
+        transfer, text = f"refused-{request_hash}-{work.delivery.sequence}", str(error)[:2_000]
+        request = self._readable(work)
+        self._recorder.event(TransferStep(transfer=transfer, request_hash=request_hash, step="refused", text=text))
+        outcome = TransferOutcome(
+            transfer=transfer,
+            request_hash=request_hash,
+            source=request.source if request else UNREAD,
+            destination=self._instance,
+            outcome="failed",
+            failure=FailureClass.BAD_REQUEST.name.lower(),
+            reason=text,
+        )
+        self._recorder.event(outcome, cause=request.request_id if request else "")
+        if request is not None:
+            verdict = TransferVerdict(
+                request_id=request.request_id, request_hash=request.request_hash, verdict="refused", reason=text
+            )
+            await self._destination.results.tell_verdict(request, verdict)
 
-    async def _keep(self, work: Work) -> None:
+    def _readable(self, work: Work) -> TransferRequested | None:
+        """Return a request that does not belong here but says who asks; None for what was not even read."""
+        if self._is_deadly(work):
+            return None
         try:
-            await work.keep()
-        except BusError as error:
-            log.info("sign of life not sent: %s", error)
+            body = decode(work.delivery.data).body
+        except PeerError:
+            return None
+        return body if isinstance(body, TransferRequested) else None
 
-    async def _finish(self, work: Work) -> None:
-        try:
-            await work.finish()
-        except BusError as error:  # it will be offered again, and adopted (P22)
-            log.info("request not taken off the queue: %s", error)
+    async def _until_recorded(self, claim: Claim) -> None:
+        """Wait until what came of a request stands in the facts: whoever takes it after a crash finds it there."""
+        newest = self._recorder.queued_sequence
+        while not await self._recorder.handled(newest, KEEP_S):
+            await claim.keep()
+
+    async def _finish(self, claim: Claim) -> None:
+        await claim.finish()
 
     # ------------------------------------------------------------------------------------------------ request-reply
 
@@ -227,14 +312,30 @@ class Intake:
         event = self._decoded(delivery)
         if not isinstance(event.body, TransferCancelRequested):
             raise self._misplaced(event)
-        stopped = self._destination.cancel(event.body.request_hash, f"cancelled by {event.header.i}")
+        said_s, text = event.header.t / 1e9, f"cancelled by {event.header.i}"
+        stopped = self._destination.cancel(event.body.request_hash, text, said_unix_s=said_s)
         return self._encoded(StatsAnswered(counters={"cancelled": int(stopped)}), event)
+
+    async def _on_cache(self, delivery: Delivery) -> bytes:
+        event = self._decoded(delivery)
+        body, cache = event.body, self._cache
+        if cache is not None and isinstance(body, CacheAsked):
+            return self._encoded(await cache.look(body), event)
+        if cache is not None and isinstance(body, CacheChangeAsked):
+            return self._encoded(await cache.change(body), event)
+        raise self._misplaced(event)
 
     async def _on_stats(self, delivery: Delivery) -> bytes:
         event = self._decoded(delivery)
         if not isinstance(event.body, StatsAsked):
             raise self._misplaced(event)
         return self._encoded(StatsAnswered(counters=dict(self._counters())), event)
+
+    async def _on_snapshot(self, delivery: Delivery) -> bytes:
+        event = self._decoded(delivery)
+        if not isinstance(event.body, SnapshotAsked):
+            raise self._misplaced(event)
+        return self._encoded(self._portrait.part(event.body, f"asked by {event.header.i}"), event)
 
     # ------------------------------------------------------------------------------------------------------- inside
 

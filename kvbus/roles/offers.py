@@ -1,6 +1,7 @@
 """What a grant offers one reader: those ways to the pool that it asked for, that exist, and that lead there."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbus.dataplane.socket_server import SocketPlace
@@ -32,6 +33,8 @@ class PoolAccess:
     socket: SocketPlace | None = None
     ucx_is_local: bool = False
     """Whether UCX listens on loopback only: elsewhere its address would lead a reader to its own host."""
+    ucx_works: Callable[[], bool] = lambda: True
+    """Whether UCX's thread answers readers now: a plane that has failed is offered to nobody any more."""
 
     def names(self) -> tuple[str, ...]:
         """Name them, in the order of preference."""
@@ -41,7 +44,7 @@ class PoolAccess:
         """Return what this reader is offered; a socket comes with a secret of this lease alone."""
         place = self.socket if "socket" in asked.transports else None
         memory = self.memory if "memory" in asked.transports else None
-        ucx = self.ucx if "ucx" in asked.transports else None
+        ucx = self.ucx if "ucx" in asked.transports and self.ucx_works() else None
         if place is not None and not same_host(asked.process):
             memory = None  # the pool's descriptor means nothing there; left out, it keeps the lease closable
             ucx = None if self.ucx_is_local else ucx

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbus.errors import BusError, ConfigError, PeerError
 from kvbus.events import Header, HeartbeatSeen, InstanceRecord, decode, encode
-from kvbus.names import epoch_counter, epoch_from
+from kvbus.names import EPOCH_COUNTER_MAX, epoch_counter, epoch_from
 from kvbus.parts import ProcessIdentity
 from kvbus.processes import same_host, start_ticks
 from kvbus.roles.recorder import Recorder
@@ -23,6 +23,10 @@ REFRESH_S = 3.0
 HEARTBEAT_S = 1.0
 ALONE_CHECKS = 4
 """Looks at a record of another host, one refresh apart: longer than it lives without one."""
+REMEMBERED_S = 0.25
+"""Far less than a worker takes to start again, so that nobody is asked under the epoch before."""
+REMEMBERED_MAX = 1_024
+"""Sources whose records are remembered; a destination takes from the few that its allowlist names."""
 EPOCH_TRIES_MAX = 16
 """Starts of one member that race for the next epoch; each try loses only to another start."""
 
@@ -111,7 +115,7 @@ def _stored_epoch(value: bytes) -> int:
         epoch = int(value)
     except ValueError:
         return 0
-    return epoch if epoch_counter(epoch) > 0 else 0
+    return epoch if 0 < epoch_counter(epoch) < EPOCH_COUNTER_MAX else 0  # whoever may write there may write others
 
 
 async def lookup(bus: Bus, instance: str) -> list[Registered]:
@@ -153,6 +157,46 @@ async def registered(bus: Bus, instance: str, fingerprint: str) -> Registered | 
     return next((one for one in members if one.record.fingerprint == fingerprint), members[0])
 
 
+class Sources:
+    """Whom to ask for an instance's pages: the registry's word, which many who ask at the same time share.
+
+    A record lives ten seconds after its instance, so one that was read a quarter of a second ago is as good as a new
+    one, unless whoever was asked by it turned out to be gone: then it is to be forgotten.
+    """
+
+    def __init__(self, bus: Bus, clock: Callable[[], float]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._known: dict[tuple[str, str], tuple[Registered, float]] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[Registered | str]] = {}
+
+    async def find(self, instance: str, fingerprint: str) -> Registered | str:
+        """Return what `registered` says, or has just said."""
+        key = instance, fingerprint
+        known = self._known.get(key)
+        if known is not None and self._clock() - known[1] < REMEMBERED_S:
+            return known[0]
+        asking = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = asyncio.get_running_loop().create_task(self._ask(key))
+            asking.add_done_callback(lambda _: self._asking.pop(key, None))
+        return await asyncio.shield(asking)  # others wait for it too
+
+    def forget(self, instance: str) -> None:
+        """Ask the registry anew before this instance is asked again."""
+        for key in [key for key in self._known if key[0] == instance]:
+            del self._known[key]
+
+    async def _ask(self, key: tuple[str, str]) -> Registered | str:
+        asked_at = self._clock()
+        found = await registered(self._bus, *key)
+        if isinstance(found, Registered):
+            if len(self._known) >= REMEMBERED_MAX:
+                self._known.clear()
+            self._known[key] = found, asked_at
+        return found
+
+
 def _is_ours(key: str) -> bool:
     """Return whether a key has the form of ours; whoever may write the bucket may write others."""
     try:
@@ -184,18 +228,36 @@ class Presence:
         self._member = member
         self._record = record
         self._load = load
+        self._revision = 0
 
     async def register(self) -> None:
         """Write the record once; BusError where the broker does not take it."""
-        header = self._recorder.header(InstanceRecord.KIND)
-        await self._bus.put(BUCKET_INSTANCES, self._key, encode(header, self._record))
+        await self._bus.put(BUCKET_INSTANCES, self._key, self._encoded())
 
-    async def require_own_name(self) -> None:
-        """Raise ConfigError where a later start of this member has registered: it answers from now on, not we."""
+    async def refresh(self) -> None:
+        """Write the record over our last one; where that does not stand any more, see first whose stands there."""
+        if self._revision:
+            self._revision = await self._replace(self._revision)
+        if not self._revision:
+            found = await self.require_own_name()
+            self._revision = await self._replace(found[0].revision if found else 0)
+
+    async def _replace(self, revision: int) -> int:
+        return await self._bus.compare_and_set(BUCKET_INSTANCES, self._key, self._encoded(), revision=revision)
+
+    def _encoded(self) -> bytes:
+        return encode(self._recorder.header(InstanceRecord.KIND), self._record)
+
+    async def require_own_name(self) -> tuple[Entry, _Own] | None:
+        """Raise ConfigError where a later start of this member has registered: it answers from now on, not we.
+
+        Return the record that stands under our name, None where there is none.
+        """
         found = await _own_record(self._bus, self._instance, self._member)
         if found is not None and epoch_counter(found[1].epoch) > epoch_counter(self._recorder.epoch):
             who = f"process {found[1].body_process.pid}"
             raise ConfigError(f"another worker of {self._instance}/{self._member} was started ({who}): this one stops")
+        return found
 
     async def run(self) -> None:
         """Refresh and beat until cancelled; a broker that is away costs beats, nothing else."""
@@ -206,9 +268,9 @@ class Presence:
                 load = self._load()
                 await self._bus.publish(self._subject, encode(self._recorder.header(load.KIND), load))
                 if loop.time() >= refresh_at:
-                    await self.require_own_name()
-                    await self.register()
+                    await self.refresh()
                     refresh_at = loop.time() + REFRESH_S
             except BusError as error:
                 log.info("heartbeat not sent: %s", error)
+                refresh_at = loop.time()  # the record ages meanwhile: at the first chance it is written anew
             await asyncio.sleep(HEARTBEAT_S)

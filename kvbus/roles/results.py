@@ -63,6 +63,12 @@ class Results:
         elif outcome := self._outcomes.get(transfer):
             self._spawn(self._tell(request.requester, outcome, request.request_id))
 
+    def recall(self, outcome: TransferOutcome) -> None:
+        """Know how a transfer of an earlier run ended, for whoever joins it."""
+        self._outcomes[outcome.transfer] = outcome
+        if len(self._outcomes) > OUTCOMES_MAX:
+            self._outcomes.popitem(last=False)
+
     async def ended(self, transfer: str, wait_s: float) -> bool:
         """Wait until a transfer has ended; False where that takes longer than the wait."""
         joined = self._joined.get(transfer)
@@ -77,9 +83,7 @@ class Results:
 
     def conclude(self, outcome: TransferOutcome, request: TransferRequested) -> None:
         """Record how a transfer ended, and tell everybody who asked."""
-        self._outcomes[outcome.transfer] = outcome
-        if len(self._outcomes) > OUTCOMES_MAX:
-            self._outcomes.popitem(last=False)
+        self.recall(outcome)
         self.totals.add(outcome)
         self._recorder.event(outcome, cause=request.request_id)
         joined = self._joined.pop(outcome.transfer, None)

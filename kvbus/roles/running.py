@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvbus.dataplane.choosing import Way
+from kvbus.dataplane.choosing import Found, Way
 from kvbus.dataplane.reading import ReadOrder
 from kvbus.errors import LedgerContradictionError
-from kvbus.events import LendRequested, ReaderKey, TransferRequested, TransferStep
+from kvbus.events import LendRequested, ReaderKey, TransferRequested, TransferStep, column
 from kvbus.ledger.agreement import Party
 from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.transfer import (
@@ -28,7 +28,7 @@ from kvbus.ledger.transfer import (
 )
 from kvbus.ledger.types import Direction, SubmitMode
 from kvbus.names import token_bytes
-from kvbus.parts import ProcessIdentity
+from kvbus.parts import PagesFound, ProcessIdentity
 from kvbus.pool.pins import PinSet
 from kvbus.roles.asking import Asker, Granted, NotGranted
 from kvbus.roles.digesting import keep_granted
@@ -91,6 +91,8 @@ class ReaderSide:
     nonce: Callable[[int], bytes] = secrets.token_bytes
     ways: Callable[[int], Sequence[Way]] = lambda _ticket: ()
     """By ticket: what there is to tell of the way that its order takes; told once."""
+    found: Callable[[int], Found] = lambda _ticket: Found()
+    """By ticket: what its order found of the source's pages; told once."""
     group: TransferGroup | None = None
 
 
@@ -200,7 +202,7 @@ class Running:
                     self.side.rounds.run()
                 case CloseKey():
                     self._step("access_ended", ", ".join(self.transfer.evidence))
-                    self.side.asker.release(self._key(), self.nonce, self._source())
+                    self.side.asker.release(self._key(), self.nonce, self._source(), self._found())
                 case Report():
                     self._report()
 
@@ -285,6 +287,20 @@ class Running:
             self._step(way.step, way.text)
         self._told_way = self._told_way or bool(told)
         return bool(told)
+
+    def _found(self) -> PagesFound | None:
+        """Return what the source should know of its pages, by their place and content there; None where all is well."""
+        told = [self.side.found(ticket) for ticket in self.tickets]
+        rows, changed = [row for one in told for row in one.differing], sum(one.changed for one in told)
+        if self.granted is None or not (rows or changed):
+            return None
+        pages, digests = self.granted.grant.page_indexes(), self.granted.grant.page_digests()
+        return PagesFound(
+            request_hash=self.request.request_hash,
+            pages=column((pages[row] for row in rows), 4),
+            digests=column((digests[row] for row in rows), 8),
+            changed=changed,
+        )
 
     def _stop(self, text: str) -> None:
         self._each_ticket(lambda ticket: self.side.rounds.holder.cancel(ticket, text))

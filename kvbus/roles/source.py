@@ -7,7 +7,7 @@ which generation, marked as accessed, signed (P9, contract 42). A repeat of a qu
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from kvbus.dataplane.lending import LendingBackend, Reader
@@ -21,9 +21,11 @@ from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
 from kvbus.parts import Body, ProcessIdentity
 from kvbus.processes import ProcessWatch, same_host
 from kvbus.roles.digesting import Digester
+from kvbus.roles.doubts import Doubts
 from kvbus.roles.offers import LenderName, Offer, PoolAccess, key_of, looks
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
+from kvbus.roles.questions import WaitingQuestions
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
 
@@ -31,9 +33,6 @@ __all__ = ["LEND_MODE", "Fenced", "LenderName", "PoolAccess", "Source", "key_of"
 
 LEND_MODE = SubmitMode("lending", Direction.READ)
 
-WAITING_MAX = 32
-"""Questions that wait here at a time: half of what the bus lets be answered at once, so that releases always get
-through. Beyond that a reader hears `computing` at once, and asks again."""
 READERS_KNOWN_MAX = 4_096
 """Reader processes remembered; as many as leases can be lent at once."""
 TEXT_LENGTH_MAX = 2_000
@@ -70,6 +69,7 @@ class Source:
         self._name = name
         self._pool = pool
         self._digester = Digester(pool.memory)
+        self._doubts = Doubts(pool, recorder)
         self._access = access
         self._rounds = rounds
         self._lending = lending
@@ -79,10 +79,9 @@ class Source:
         self._recorder = recorder
         self._watch = watch
         self._clock = clock
-        self._decided: dict[Key, asyncio.Event] = {}
+        self._questions = WaitingQuestions()
         self._tasks: set[asyncio.Task[None]] = set()
         self._readers: dict[tuple[str, str, int], ProcessIdentity] = {}
-        self._waiting = 0
         self._draining = False
 
     # ------------------------------------------------------------------------------------------------------ answers
@@ -96,7 +95,10 @@ class Source:
             answer = await self._lend(body)
             return self._encoded(answer, event.header.event_id)
         if isinstance(body, LeaseReleased):
-            return self._encoded(ReleaseConfirmed(known=self.released(body.key, body.nonce)), event.header.event_id)
+            known = self.released(body.key, body.nonce)
+            if body.found is not None and self._book.is_closed(key_of(body.key), body.nonce):
+                self._doubts.note(body.key, body.found)
+            return self._encoded(ReleaseConfirmed(known=known), event.header.event_id)
         raise PeerError("expected lend_requested or lease_released", kind=event.header.k)
 
     def released(self, key: ReaderKey, nonce: bytes) -> bool:
@@ -120,7 +122,7 @@ class Source:
         # Nothing is lent under this key: the tombstone keeps a question that is still under way, or a computation that
         # has not ended, from lending.
         self._book.close(book_key, nonce)
-        self._wake(book_key)
+        self._questions.wake(book_key)
         return True
 
     def reader_died(self, instance: str, member: str, epoch: int) -> None:
@@ -131,7 +133,7 @@ class Source:
                 if entry.state is LendState.FENCED:
                     self._pool.lender.lift(entry.lease_id)
                 self._book.close(key, entry.nonce)
-            self._wake(key)
+            self._questions.wake(key)
         if self._lending.reader_died(instance, member, epoch):
             self._rounds.run()
 
@@ -156,6 +158,10 @@ class Source:
                 tickets.append(entry.ticket)
         self._rounds.run()
         return Fenced(tuple(tickets), refused)
+
+    def tick(self) -> None:
+        """Drop reported pages that nobody has any more; called each round, and free where there are none."""
+        self._doubts.drop()
 
     def stop_lending(self) -> None:
         """Refuse new questions from now on; what is lent stays until its reader lets go."""
@@ -188,7 +194,7 @@ class Source:
             # The grant carries the nonce by which its reader ends the lease: it is for nobody else's eyes.
             return _refused(FailureClass.GRANT_REFUSED, "this key is in use, under another nonce")
         if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
-            await self._decision(key, asked.wait_s)
+            await self._questions.wait(key, asked.wait_s)
         return self._answer(key, entry)
 
     def _answer(self, key: Key, entry: LendEntry) -> LendAnswered:
@@ -246,9 +252,10 @@ class Source:
     def _decide(self, asked: LendRequested, entry: LendEntry) -> None:
         """Lend at once where that is possible; otherwise say why not, or start to compute."""
         names = names_from_bytes(asked.names)
-        held = len(self._pool.lender.pages_held(names))
+        pages = self._pool.lender.pages_held(names)
+        held = len(pages)
         if held == len(names) or (asked.on_miss == "partial" and held):
-            self._lend_digested(asked, entry, names)
+            self._lend_digested(asked, entry, names, pages)
         elif asked.on_miss == "prefill":
             self._start_prefill(asked, entry, len(names) - held)
         else:
@@ -258,10 +265,12 @@ class Source:
             )
             entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
 
-    def _lend_digested(self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...]) -> None:
+    def _lend_digested(
+        self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...], pages: Sequence[int]
+    ) -> None:
         """Lend at once, or as soon as the pages have their digests; they are pinned until then (P9)."""
-        if self._digester.ready(self._held(asked)):
-            self._lend_now(asked, entry)
+        if self._digester.ready(pages):
+            self._lend_now(asked, entry, names)
             return
         pins = self._pool.lender.pin_set(for_peer=False)  # the lease that follows is counted, and may be refused
         pins.pin(names)
@@ -280,10 +289,10 @@ class Source:
         except ValueError as error:
             entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
         finally:
-            self._wake(key_of(asked.key))
+            self._questions.wake(key_of(asked.key))
 
-    def _lend_now(self, asked: LendRequested, entry: LendEntry) -> None:
-        names, holder = names_from_bytes(asked.names), self._rounds.holder
+    def _lend_now(self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...] = ()) -> None:
+        holder, names = self._rounds.holder, names or names_from_bytes(asked.names)
         lease = self._pool.lender.lend_read(names, asked.first_block, whole=asked.on_miss == "prefill")
         offer = self._access.offer(asked)
         reader = Reader(
@@ -368,26 +377,7 @@ class Source:
             log.warning("prefill for %s failed: %s", asked.key.transfer, error)
             entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {error}")
         finally:
-            self._wake(key)
-
-    async def _decision(self, key: Key, wait_s: float) -> None:
-        """Wait until something was decided for a key, or the wait is over; at once where too many wait already."""
-        if self._waiting >= WAITING_MAX:
-            return
-        decided = self._decided.setdefault(key, asyncio.Event())
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(wait_s):
-                await decided.wait()
-        except TimeoutError:
-            return
-        finally:
-            self._waiting -= 1
-
-    def _wake(self, key: Key) -> None:
-        decided = self._decided.pop(key, None)
-        if decided is not None:
-            decided.set()
+            self._questions.wake(key)
 
     def _encoded(self, body: Body, cause: str) -> bytes:
         return encode(self._recorder.header(body.KIND, cause), body)

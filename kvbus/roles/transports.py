@@ -17,6 +17,7 @@ from kvbus.dataplane.socket_reader import SocketReader, SocketReaderSettings
 from kvbus.dataplane.socket_server import SocketPlace, SocketServer
 from kvbus.dataplane.ucx import UcxReader, UcxReaderSettings
 from kvbus.dataplane.ucx_plane import UcxPlane
+from kvbus.dataplane.ucxpy import UcxPyReader
 from kvbus.errors import BackendError, ConfigError
 from kvbus.grants import MemoryAccess, UcxAccess
 from kvbus.ledger.types import Backend
@@ -50,6 +51,10 @@ def open_data_plane(settings: WorkerSettings, pool: PoolSide, wake: Callable[[],
         by_ucx = UcxReader(plane, wake=wake, settings=UcxReaderSettings(rate_limit_bytes_s=_rate(settings)))
         backends.append(by_ucx)
         lanes[by_ucx.name] = by_ucx.lanes
+    by_ucxpy = None
+    if chosen == "ucx-py":
+        by_ucxpy, ucx_access = _ucxpy(settings, pool, wake)
+        backends.append(by_ucxpy)
     if chosen in {"memory", "auto"}:
         backends.append(_memory_reader(settings, pool, wake))
     server, place = _server(settings, pool, wake) if chosen in {"socket", "auto"} else (None, None)
@@ -61,7 +66,11 @@ def open_data_plane(settings: WorkerSettings, pool: PoolSide, wake: Callable[[],
         reader=ChoosingReader(chosen, backends, planner=planner, lanes=lanes),
         transports=tuple(backend.name for backend in backends),
         access=PoolAccess(
-            ucx=ucx_access, memory=memory, socket=place, ucx_is_local=settings.network_devices == LOOPBACK
+            ucx=ucx_access,
+            memory=memory,
+            socket=place,
+            ucx_is_local=settings.network_devices == LOOPBACK,
+            ucx_works=lambda: not (plane.failure if plane else by_ucxpy.failure if by_ucxpy else ""),
         ),
         lending=ServedLending(wake=wake, server=server),
         plane=plane,
@@ -82,6 +91,13 @@ def _ucx(
         log.warning("UCX cannot be used here, pages go over memory and sockets: %s", error)
         plane.close()
         return None, None
+
+
+def _ucxpy(settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]) -> tuple[UcxPyReader, UcxAccess]:
+    devices = {"NET_DEVICES": settings.network_devices}
+    reader = UcxPyReader(wake=wake, settings=devices, rate_limit_bytes_s=_rate(settings))
+    reader.start()
+    return reader, reader.register(pool.memory, pool.layout.rank)
 
 
 def _memory_reader(settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]) -> MemoryReader:

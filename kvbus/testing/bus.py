@@ -144,7 +144,7 @@ class MemoryBroker:
             if len(given) >= most or held + len(given) >= self.work.in_flight_max:
                 break
             lease = self.leased.setdefault(message.sequence, _Leased())
-            if lease.offered_again_at <= now and lease.attempts < self.work.deliveries_max:
+            if lease.offered_again_at <= now:
                 lease.attempts += 1
                 lease.offered_again_at = now + self.work.ack_wait_s
                 given.append((message, lease.attempts))
@@ -255,6 +255,11 @@ class MemoryBus:
                 return [_MemoryWork(self, delivery, attempt) for delivery, attempt in given]
             await asyncio.sleep(min(0.002, max(0.0, ends_at - loop.time())))
 
+    async def queued(self, subject_filter: str) -> int:
+        """See `kvbus.transport.Bus`."""
+        self._check(subject_filter, b"")
+        return sum(1 for _ in self.broker.transfer.select(subject_filter, 0))
+
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
         """See `kvbus.transport.Bus`."""
         self._check(subject_filter, b"")
@@ -283,14 +288,14 @@ class MemoryBus:
         entry = Entry(key, bytes(value), next(self.broker.revisions))
         self.broker.entries(bucket)[key] = (entry, self.broker.clock())
 
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
         """See `kvbus.transport.Bus`."""
         check_key(key)
         found = self.broker.entries(bucket).get(key)
         if (found[0].revision if found else 0) != revision:
-            return False
+            return 0
         await self.put(bucket, key, value)
-        return True
+        return self.broker.entries(bucket)[key][0].revision
 
     async def keys(self, bucket: str) -> Sequence[str]:
         """See `kvbus.transport.Bus`."""

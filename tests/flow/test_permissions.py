@@ -17,7 +17,7 @@ from kvbus.bus_access import DeniedError, new_credential, read_credential
 from kvbus.commands.audit import audit_log
 from kvbus.commands.auditing import Verdict
 from kvbus.commands.permission_checks import permission_lines
-from kvbus.events import StatsAnswered, StatsAsked, decode
+from kvbus.events import StatsAnswered, StatsAsked, decode, decode_all
 from kvbus.names import token_bytes
 from kvbus.permissions import User, inbox_of
 from kvbus.topics import Command, Query
@@ -67,6 +67,11 @@ async def test_a_missing_prefix_is_computed_by_the_source_under_its_own_credenti
 
 
 async def test_every_right_of_every_user_is_as_it_should_be_on_the_broker(pair: GuardedTown) -> None:
+    async def both_take_work() -> bool:
+        readers = (await contents(pair))["KVB_TRANSFER"][2]
+        return readers == 2
+
+    await until(both_take_work, what="both workers have made the consumer of their queue")
     before = await contents(pair)
     for user in pair.users:
         bus = await pair.connect(user)
@@ -79,12 +84,12 @@ async def test_every_right_of_every_user_is_as_it_should_be_on_the_broker(pair: 
     assert await contents(pair) == before  # and trying them has changed nothing
 
 
-async def contents(town: GuardedTown) -> dict[str, object]:
+async def contents(town: GuardedTown) -> dict[str, list[object]]:
     """Where the logs, the queue and the counters begin, what they lack, who reads them, and their subjects.
 
     Late facts of what was before may come; these do not change by themselves.
     """
-    found: dict[str, object] = {}
+    found: dict[str, list[object]] = {}
     for stream in ("KVB_TRANSFER", "KVB_FACTS", "KVB_SETTLE", f"KV_{BUCKET_EPOCH}"):
         answer = json.loads(await town.bus.ask(f"$JS.API.STREAM.INFO.{stream}", b'{"subjects_filter": ">"}', wait_s=5))
         state = answer["state"]
@@ -185,7 +190,12 @@ async def test_an_observer_sees_facts_and_no_prompt(pair: GuardedTown) -> None:
             with pytest.raises(DeniedError, match="subscribe to"):
                 await bus.subscribe(subject, hear)
         outcome = await pair.stage(text)
-        await until(lambda: any(decode(one.data).body == outcome for one in heard), what="the outcome is seen live")
+
+        def seen() -> bool:
+            events = (event for one in heard for event in decode_all(one.data))
+            return any(getattr(event, "body", None) == outcome for event in events)
+
+        await until(seen, what="the outcome is seen live")
         await until(lambda: any(one.subject == TOPICS.heartbeat("a") for one in heard), what="a heartbeat is heard")
     finally:
         await bus.close()
@@ -214,7 +224,7 @@ async def test_commands_work_under_the_credentials_of_who_needs_them(pair: Guard
 
 async def test_a_command_without_the_right_or_the_credential_ends_with_one_sentence(pair: GuardedTown) -> None:
     for arguments, user, said in (
-        (("init",), GATEWAY, "does not let this user publish on $JS.API.STREAM.INFO.KVB_TRANSFER"),
+        (("init",), GATEWAY, "does not let this user publish on $JS.API.STREAM.INFO.KVB_SETTLE"),
         (("stage", "--from", "a", "--to", "b", "x"), DASH, "does not let this user"),
         (("audit",), GATEWAY, "does not let this user publish on $JS.API.CONSUMER.CREATE.KVB_SETTLE"),
         (("audit",), None, "refused these credentials"),
@@ -232,7 +242,9 @@ async def test_a_right_that_is_taken_away_is_said_in_the_log_and_costs_nothing_o
     pair: GuardedTown,
 ) -> None:
     log, lease = pair.workers["a"].log, f"{TOPICS.command('a', Command.LEASE)}.*"
-    pair.change({f'"{TOPICS.facts("a")}", ': "", f'"{lease}", "kv.cmd.a.plan.*", "kv.query': '"kv.query'})
+    pair.change(
+        {f'"{TOPICS.facts("a")}", ': "", f'"{lease}", "kv.cmd.a.plan.*", "kv.cmd.a.cache.*", "kv.query': '"kv.query'}
+    )
     try:
         ids = prompt("while the right is away", 3)
         await pair.answer("a", ids, store=True)  # facts that nobody takes

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvbus.events import LeaseGranted
+from kvbus.events import CacheAsked, CacheChangeAsked, LeaseGranted, SnapshotAsked, SnapshotTaken
+from kvbus.topics import Command, Query
 from tests.flow.members import MEMBERS, kinds, leader
-from tests.flow.town import OUTCOME_S, PAGE_BYTES, Town, prompt, town
+from tests.flow.town import OUTCOME_S, PAGE_BYTES, TOPICS, Town, prompt, town
 from tests.flow.wire_tap import tapped
 from tests.waiting import until
 from tests.wire_table import ANSWERED, SENT, Overheard, is_ours
@@ -45,7 +46,7 @@ async def heard(folder: Path) -> AsyncIterator[Overheard]:
 
 
 async def everything_happens(running: Town) -> None:
-    """A transfer that settles, one that is asked for twice and cancelled, one that fails, and a look at counters."""
+    """A transfer that settles, one that is asked for twice and cancelled, one that fails; questions; lost facts."""
     assert (await running.stage(prompt("settles", 2))).outcome == "settled"
     ids = prompt("is cancelled", BLOCKS)
     handle = await running.ask(ids)
@@ -66,6 +67,19 @@ async def everything_happens(running: Town) -> None:
     assert failed.outcome == "failed"
     assert "void" in await kinds(running, failed.transfer)
     await running.stats("b")
+    cache = TOPICS.command("b", Command.CACHE, "m0")
+    for question in (CacheAsked(), CacheChangeAsked(action="forget")):
+        assert isinstance(await running.bus.request(cache, running.encoded(question), wait_s=10), bytes)
+    asked = running.encoded(SnapshotAsked())
+    assert isinstance(await running.bus.request(TOPICS.query("b", Query.SNAPSHOT, "m0"), asked, wait_s=10), bytes)
+    await running.bus.ask("$JS.API.STREAM.DELETE.KVB_FACTS", b"", wait_s=5)  # what was told is gone: it begins again
+    await running.bus.ensure_assets()
+    assert (await running.stage(prompt("begins again", 2))).outcome == "settled"
+
+    async def told_anew() -> bool:
+        return any(isinstance(event.body, SnapshotTaken) for event in await running.events("b"))
+
+    await until(told_anew, OUTCOME_S, what="a member tells its state anew")
 
 
 async def test_every_kind_is_sent_on_the_channels_that_the_table_says_and_on_no_others(heard: Overheard) -> None:

@@ -21,7 +21,17 @@ from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED
 from kvbus.engines.client import LocalClient, TimedAnswer
-from kvbus.events import Event, Header, StatsAnswered, StatsAsked, TransferOutcome, TransferStep, decode, encode
+from kvbus.events import (
+    Event,
+    Header,
+    StatsAnswered,
+    StatsAsked,
+    TransferOutcome,
+    TransferStep,
+    decode,
+    decode_all,
+    encode,
+)
 from kvbus.parts import Body, OnMiss
 from kvbus.publisher import Publisher, TransferHandle, Verdict
 from kvbus.roles.registry import Registered, lookup
@@ -314,7 +324,9 @@ class Town:
     async def events(self, name: str, *, settle: bool = False) -> list[Event]:
         """What an instance has reported so far: its facts stream, or its settle log."""
         subject = TOPICS.settle(name) if settle else TOPICS.facts(name)
-        return [decode(delivery.data) for delivery in await self.bus.history(subject)]
+        found = [one for delivery in await self.bus.history(subject) for one in decode_all(delivery.data)]
+        assert all(isinstance(event, Event) for event in found), "the log holds what cannot be read"
+        return [event for event in found if isinstance(event, Event)]
 
     async def step(self, name: str, ids_hash: str, step: str, deadline_s: float = 30.0) -> TransferStep:
         """Wait until a request's transfer has reached a step, as the facts tell."""

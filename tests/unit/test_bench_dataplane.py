@@ -73,7 +73,7 @@ def test_a_table_holds_a_line_for_each_contestant_and_no_target_is_met_by_what_w
     cases, report = bench_module("cases"), bench_module("report")
     case = cases.Case(2 << 20, 64)
     taken = {"raw": report.Taken([0.02, 0.03, 0.04], 0.09), "kvbus": report.Taken([0.05, 0.04, 0.06], 0.15)}
-    made = report.case_document(case, taken)
+    made = report.case_document(case, taken, "memory")
     assert made["results"]["kvbus"]["share_of_raw"] == pytest.approx(0.6)
     assert made["results"]["kvbus"]["cpu_s_per_gib"] == pytest.approx(0.15 / 3 * 8)
     assert [line.split()[0] for line in report.case_text(made).splitlines()[2:]] == ["raw", "kvbus"]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbus.dataplane.choosing import REST_ORDERS, ChoosingReader, Way
+from kvbus.dataplane.choosing import REST_ORDERS, ChoosingReader, Found, Way
 from kvbus.dataplane.planner import Planner
 from kvbus.dataplane.reading import ReadOrder
+from kvbus.errors import BackendError
 from kvbus.events import column
 from kvbus.grants import Grant, MemoryAccess, PoolGeometry, SocketAccess, UcxAccess
 from kvbus.ledger.facts import Evidence, FailureClass
@@ -85,7 +86,7 @@ def test_an_order_takes_the_way_that_the_planner_ranks_first_and_says_why_once()
     assert town.at(ticket) == ["memory"]
     (told,) = town.chooser.ways(ticket)
     assert told.step == "moving"
-    assert told.text.startswith("by memory: same host, 2 pages of 64 KiB; ucx over cma costs 1.")
+    assert told.text.startswith("by memory: same host, 2 pages of 64 KiB; ucx over cma costs ")
     assert town.chooser.ways(ticket) == ()
     many = town.submit(grant(pages=range(1, 8), pool=grant().pool.model_copy(update={"page_bytes": 512})))
     assert town.at(many) == ["memory"]
@@ -193,3 +194,50 @@ def test_what_nobody_asks_for_does_not_pile_up() -> None:
         town.end(town.submit())
     assert town.chooser.ways(1) == ()
     assert len(town.chooser.ways(town.last)) == 1
+
+
+def test_a_transport_that_has_broken_down_is_named_and_orders_go_on_by_the_others() -> None:  # R21
+    # Planted fault that this catches: a broken transport whose exception loses what the others have listed.
+    town = Town()
+    first, other = town.submit(grant(memory=None, socket=None)), town.submit()
+    assert (town.at(first), town.at(other)) == (["ucx"], ["memory"])
+    town.backends["ucx"].faults.plant("changes", BackendError("the thread is gone"))
+    town.backends["memory"].deliver(other)
+    assert [change.ticket for change in town.chooser.changes()] == [other]
+    assert town.chooser.statistics().failed == {"ucx": "the thread is gone"}
+    town.backends["ucx"].faults.plant("submit", SubmissionRejectedError(FailureClass.TRANSPORT, "the thread is gone"))
+    assert town.at(town.submit(grant(memory=None))) == ["socket"]
+
+
+def test_the_binding_breaks_down_with_its_last_transport_and_says_so_once() -> None:  # R14, R21
+    # Planted fault that this catches: an exception that loses what another transport has listed in the same call.
+    town = Town()
+    ticket = town.submit(grant(memory=None, socket=None))
+    assert town.at(ticket) == ["ucx"]
+    for name in ("ucx", "memory"):
+        town.backends[name].faults.plant("changes", BackendError(f"{name} is gone"))
+        assert town.chooser.changes() == []
+    town.backends["ucx"].faults.remove("changes")  # it still tells of its attempts
+    town.backends["ucx"].deliver(ticket)
+    town.backends["socket"].faults.plant("changes", BackendError("socket is gone"))
+    with pytest.raises(BackendError, match=r"ucx is gone; memory is gone; socket is gone"):
+        town.chooser.changes()
+    assert [change.ticket for change in town.chooser.changes()] == [ticket]
+    assert town.chooser.changes() == []
+
+
+def test_what_was_found_of_the_lenders_pages_is_told_once_and_within_a_bound() -> None:
+    town = Town()
+    ticket = town.submit()
+    failed = Failed(FailureClass.PAGE_DIFFERS, "two pages differ")
+    town.backends["memory"].tell(Change(ticket, 1, failed, Evidence.COMPLETED, "", (0, 1), 3))
+    town.chooser.changes()
+    assert town.chooser.found(ticket) == Found((0, 1), 3)
+    assert town.chooser.found(ticket) == Found((), 0)
+    later = ticket
+    for number in range(5000):
+        later = town.submit()
+        town.backends["memory"].tell(Change(later, 1, failed, Evidence.COMPLETED, "", (number,)))
+        town.chooser.changes()
+    assert town.chooser.found(ticket + 1) == Found()
+    assert town.chooser.found(later).differing == (4999,)

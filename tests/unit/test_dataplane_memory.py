@@ -1,17 +1,24 @@
 """What only the memory reader has: a descriptor of another process, which must be the pool that was granted."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvbus.columns import column
 from kvbus.dataplane import memory as memory_module
-from kvbus.dataplane.memory import MemoryReader, map_source, mismatch
+from kvbus.dataplane.copying import SMALL_BYTES_MAX, TURN_BYTES_MAX
+from kvbus.dataplane.cutting import Limits, Records, matching
+from kvbus.dataplane.memory import MemoryReader, _Reading, map_source, mismatch
+from kvbus.dataplane.reader import Progress
+from kvbus.dataplane.reading import LocalPool, ReadOrder, limits_for, plan
 from kvbus.errors import BackendError, PeerError
-from kvbus.grants import MemoryAccess
+from kvbus.grants import Grant, MemoryAccess
 from kvbus.ledger.facts import Evidence, FailureClass
-from kvbus.ledger.types import Failed, SubmissionRejectedError
+from kvbus.ledger.types import Delivered, Direction, Failed, LeaseView, Order, SubmissionRejectedError
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import identity
 from tests.unit.helpers.lending_process import (
@@ -26,7 +33,7 @@ from tests.unit.helpers.lending_process import (
     lending_process,
     reader_key,
 )
-from tests.unit.helpers.reader_side import Side, arrived_of, memory_side
+from tests.unit.helpers.reader_side import Side, arrived_of, check_rows, memory_side
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +97,18 @@ def test_a_lender_that_is_gone_or_elsewhere_is_not_opened(lender: LendingProcess
         map_source(described.model_copy(update={"fd": 9999}))
 
 
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_no_descriptor_is_left_open_by_a_refusal() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     reading_end, writing_end = os.pipe()
     with pytest.raises(PeerError):
         map_source(MemoryAccess(process=identity(), fd=reading_end))
     os.close(reading_end)
     os.close(writing_end)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_a_mapping_outlives_its_lender() -> None:
@@ -126,6 +137,7 @@ def test_mappings_are_bounded_and_those_in_use_stay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(memory_module, "MAPPINGS_MAX", 2)
     pools = [PoolMemory.create(layout(), 2, LENDER_EPOCH + n) for n in range(4)]
     with memory_side() as side:
+        opened = []
         for n, pool in enumerate(pools):
             fill(pool, (0, 1))
             grant = lender.grant(
@@ -138,11 +150,128 @@ def test_mappings_are_bounded_and_those_in_use_stay(monkeypatch: pytest.MonkeyPa
             side.submit(grant, (n,), ticket=n + 1)
             assert arrived_of(side.end_of(n + 1)) == (True,)
             assert side.holds(n, content(1))
+            opened.append(open_descriptors())
         assert isinstance(side.reader, MemoryReader)
         assert side.reader.statistics().mappings == 2
+        assert opened[0] < opened[1] == opened[2] == opened[3]  # the others were unmapped, and not only forgotten
         assert side.reader.statistics().length_bytes == 4 * PAGE_BYTES
     for pool in pools:
         pool.close()
+
+
+POOL_PAGES = 512
+GATHERED_AND_SLICED = pytest.mark.parametrize("page_bytes", [4 << 10, SMALL_BYTES_MAX, PAGE_BYTES])
+
+
+def place_of(row: int) -> int:
+    """The page here to which a row goes: its neighbours go elsewhere."""
+    return row * 29 % POOL_PAGES
+
+
+def reading_of(
+    pages: Sequence[int], page_bytes: int, limits: Limits | None = None
+) -> tuple[_Reading, PoolMemory, PoolMemory]:
+    """An attempt at pages of a pool, which go to another one of that size."""
+    source, target = (
+        PoolMemory.create(layout(page_bytes), POOL_PAGES, epoch) for epoch in (LENDER_EPOCH, READER_EPOCH)
+    )
+    fill(source, range(POOL_PAGES))
+    grant = Grant(
+        lender_instance="A", lender_member="m0", lender_epoch=LENDER_EPOCH, reader=reader_key(), ticket=1, rank=0,
+        fingerprint=source.fingerprint, nonce=b"n" * 16, pool=geometry_of(source), pages=column(pages, 4),
+        counters=column(source.generations.counters(pages), 8), memory=MemoryAccess(process=identity(), fd=source.fd),
+    )  # fmt: skip
+    rows = tuple(range(len(pages)))
+    places = tuple(map(place_of, rows))
+    view = LeaseView(target.fingerprint, 0, READER_EPOCH, rows, (b"n" * 16,) * len(rows), places, (1,) * len(rows))
+    order = Order(1, 1, view, Direction.WRITE, ReadOrder(grant), "A", None)
+    progress = Progress(order, plan(order, LocalPool.of(target), "memory"))
+    return _Reading(progress, source, target, limits or Limits()), source, target
+
+
+@GATHERED_AND_SLICED
+def test_each_page_goes_to_its_place_and_small_ones_share_turns_of_a_mebibyte(page_bytes: int) -> None:
+    pages = [row * 37 % POOL_PAGES for row in range(500)]
+    reading, _, target = reading_of(pages, page_bytes)
+    copied = []
+    reading.advance()
+    while reading.next_turn is not None:
+        copied.append(reading.next_turn())
+        reading.advance()
+    assert max(copied) <= TURN_BYTES_MAX
+    assert sum(copied) == 500 * page_bytes
+    assert len(copied) == -(-500 * page_bytes // TURN_BYTES_MAX)
+    assert reading.progress.change(Evidence.COMPLETED).result == Delivered((True,) * 500, 500 * page_bytes)
+    assert all((target.page_bytes(place_of(row)) == content(page)).all() for row, page in enumerate(pages))
+    assert not any(target.page_bytes(place_of(row)).any() for row in range(500, POOL_PAGES))
+
+
+@GATHERED_AND_SLICED
+def test_a_page_rewritten_after_its_last_byte_was_copied_does_not_count(page_bytes: int) -> None:  # P2
+    reading, source, _ = reading_of(range(POOL_PAGES), page_bytes, Limits(segment_bytes=256 * page_bytes))
+    reading.advance()
+    while reading.next_turn is not None:
+        reading.next_turn()
+        if reading.progress.length_bytes == 0:  # at last all of the first segment is here, and was not looked at yet
+            fill(source, (3, 200), seed=9)
+        reading.advance()
+    result = reading.progress.change(Evidence.COMPLETED).result
+    assert isinstance(result, Delivered)
+    assert [row for row, whole in enumerate(result.arrived) if not whole] == [3, 200]
+
+
+def test_a_rate_limit_finer_than_a_page_is_kept() -> None:
+    reading, _, target = reading_of((5, 9), 4 << 10, limits_for(1.0))
+    assert limits_for(1.0).run_bytes == 4096
+    fine, _, _ = reading_of((5, 9), SMALL_BYTES_MAX, limits_for(1.0))
+    for one in (reading, fine):
+        one.advance()
+        while one.next_turn is not None:
+            assert one.next_turn() == 4096
+            one.advance()
+        assert one.progress.length_bytes == 2 * one.progress.plan.local.page_bytes
+    assert (target.page_bytes(place_of(1)) == content(9)).all()
+
+
+def test_what_has_changed_before_it_is_read_is_not_copied() -> None:
+    reading, source, target = reading_of(range(64), 4 << 10)
+    fill(source, range(64), seed=5)
+    reading.advance()
+    assert reading.next_turn is None
+    assert reading.progress.change(Evidence.COMPLETED).result == Failed(
+        FailureClass.PAGE_CHANGED, reading_text(reading)
+    )
+    assert not target.whole[target.pages_offset :].any()
+
+
+def reading_text(reading: _Reading) -> str:
+    return reading.progress.change(Evidence.COMPLETED).text
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_want_of_memory_ends_one_attempt_with_evidence_and_no_other(
+    looks: int, monkeypatch: pytest.MonkeyPatch, lender: LendingProcess
+) -> None:  # contract 41
+    seen: list[int] = []
+
+    def starved(found: Records, expected: Records) -> NDArray[np.bool_]:
+        seen.append(len(found))
+        if len(seen) == looks + 1:
+            raise MemoryError
+        return matching(found, expected)
+
+    monkeypatch.setattr(memory_module, "matching", starved)
+    with memory_side(rate_limit_bytes_s=64 << 20) as side:  # several segments, each looked at twice
+        side.submit(lender.grant(range(200)), range(200))
+        change = side.end_of()
+        assert change.evidence is (Evidence.COMPLETED if looks else Evidence.NEVER_SUBMITTED)
+        assert "no memory" in change.text
+        if looks < 2:
+            assert isinstance(change.result, Failed)
+        else:
+            assert 0 < check_rows(side, change, range(200), range(200)) < 200
+        side.submit(lender.grant((1,), reader=reader_key("t2")), (1,), ticket=2)
+        assert arrived_of(side.end_of(2)) == (True,)
 
 
 def test_a_reader_that_was_not_started_or_has_no_pool_refuses(lender: LendingProcess) -> None:

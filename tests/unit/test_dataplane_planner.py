@@ -154,9 +154,9 @@ def test_what_ucx_connected_over_counts_more_than_the_distance() -> None:
         (1, 64 << 10, SIBLING, "memory"),
         (256, 64 << 10, SIBLING, "memory"),
         (32, 2 << 20, SIBLING, "memory"),
-        (1024, 32 << 10, SIBLING, "ucx"),
-        (256, 16 << 10, SIBLING, "socket"),
-        (256, 4 << 10, SIBLING, "socket"),
+        (1024, 32 << 10, SIBLING, "memory"),
+        (256, 16 << 10, SIBLING, "memory"),
+        (256, 4 << 10, SIBLING, "memory"),
         (1, 4 << 10, CONTAINER, "ucx"),
         (256, 64 << 10, CONTAINER, "socket"),
     ],
@@ -167,9 +167,20 @@ def test_the_measured_table_picks_what_was_fastest_when_it_was_measured(
     assert rank(count=count, page_bytes=page_bytes, lender=lender).transports[0] == first
 
 
+@pytest.mark.parametrize(
+    ("count", "page_bytes", "first"),
+    [(1, 64 << 10, "ucx"), (256, 64 << 10, "ucx"), (256, 16 << 10, "ucx"), (256, 4 << 10, "socket")],
+)
+def test_where_memory_cannot_be_mapped_many_small_pages_go_by_socket_and_others_by_ucx(
+    count: int, page_bytes: int, first: str
+) -> None:
+    found = rank(count=count, page_bytes=page_bytes, offered=("ucx", "socket"), known=("tcp/lo", "cma/memory"))
+    assert found.transports[0] == first
+
+
 def test_the_reason_names_the_distance_the_pages_and_why_not_the_others() -> None:
     assert rank().text("memory") == (
-        "by memory: same host, 22 pages of 64 KiB; ucx over cma costs 1.3 ×, socket costs 1.8 ×"
+        "by memory: same host, 22 pages of 64 KiB; ucx over cma costs 1.9 ×, socket costs 2.9 ×"
     )
     assert rank(count=1, offered=("ucx",), known=("tcp/lo", "cma/memory")).text("ucx") == (
         "by ucx over cma (tcp/lo, cma/memory): same host, 1 page of 64 KiB; memory not offered; socket not offered"

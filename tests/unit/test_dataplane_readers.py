@@ -68,6 +68,19 @@ def test_pages_rewritten_midway_are_not_delivered_and_others_are(
 
 
 @EVERY
+def test_many_small_scattered_pages_arrive_each_in_its_place_but_for_those_rewritten(maker: Maker) -> None:  # P2
+    pages, places = ([row * step % 700 for row in range(600)] for step in (37, 29))
+    with lending_process(page_bytes=4096, pages=700) as source, maker(page_bytes=4096, pages=700) as side:
+        side.submit(source.grant(pages), places)
+        assert check_rows(side, side.end_of(), places, pages) == 600
+        source.ask("rewrite", pages[10:20])
+        side.submit(source.grant(pages, reader=reader_key("t2")), places, ticket=2)
+        change = side.end_of(ticket=2)
+        assert check_rows(side, change, places, pages) == 590
+        assert [row for row, whole in enumerate(arrived_of(change)) if not whole] == list(range(10, 20))
+
+
+@EVERY
 def test_a_page_being_written_is_not_delivered(maker: Maker, lender: LendingProcess, own_pages: range) -> None:  # P1
     page = own_pages[0]
     grant = lender.grant((2, page, 4))

@@ -1,12 +1,16 @@
 """What is read, in which order, and what counts: arithmetic, checked by carrying plans out on plain bytes."""
 
+import mmap
 import struct
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbus.dataplane.cutting import SPAN_GAP_RECORDS_MAX
 from kvbus.dataplane.reader import EPOCHS_MAX, PEERS_MAX, Isolation, Outbox, Pace, Progress
 from kvbus.dataplane.reading import (
     RUN_BYTES_MAX,
@@ -21,6 +25,9 @@ from kvbus.dataplane.reading import (
     record_of,
     verify,
 )
+from kvbus.dataplane.ucp import REQUESTS_MAX
+from kvbus.dataplane.ucx_link import GETS_IN_FLIGHT_MAX, NOTICES_UNDER_WAY_MAX
+from kvbus.dataplane.ucx_reading import PIECES_MAX, Get, Reading, Scratch
 from kvbus.events import ReaderKey, column
 from kvbus.grants import Expected, Grant, PoolGeometry, UcxAccess
 from kvbus.ledger.facts import Evidence, FailureClass
@@ -177,6 +184,44 @@ def test_records_far_apart_never_overflow_the_scratch() -> None:
             assert span.source + at - span.local == HEADER_BYTES + RECORD_BYTES * pages[row]
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    near=st.sets(st.integers(0, 60_000), min_size=1, max_size=60),
+    far=st.sets(st.integers(190_000, 200_000), max_size=40),
+)
+def test_every_record_is_read_by_exactly_one_of_few_spans(*, near: set[int], far: set[int]) -> None:
+    pages = sorted(near | far)
+    checked = plan(
+        order(ReadOrder(grant(geometry(200_001), tuple(pages))), tuple(range(len(pages)))), local(128), "ucx"
+    )
+    (segment,) = checked.segments(Limits())
+    ends = [0, *(span.local + span.length_bytes for span in segment.spans)]
+    assert [span.local for span in segment.spans] == ends[:-1]  # side by side, so that none lands on another
+    assert ends[-1] <= SCRATCH_BYTES
+    for page, at in zip(pages, segment.records, strict=True):
+        span = next(span for span in segment.spans if span.local <= at < span.local + span.length_bytes)
+        assert span.source + at - span.local == HEADER_BYTES + RECORD_BYTES * page
+    wide = [one for one, two in pairwise(pages) if two - one > SPAN_GAP_RECORDS_MAX]
+    covered = ends[-1] // RECORD_BYTES
+    if pages[-1] - pages[0] < SPAN_GAP_RECORDS_MAX:
+        assert len(segment.spans) == 1
+    assert len(wide) + 1 <= len(segment.spans) <= len(pages)
+    assert len(segment.spans) == len(wide) + 1 or covered + SPAN_GAP_RECORDS_MAX > SCRATCH_BYTES // RECORD_BYTES
+
+
+def test_a_row_counts_by_its_own_record_only() -> None:  # P2
+    pool = geometry(16)
+    checked = plan(order(ReadOrder(grant(pool, (9, 2, 5, 3))), (0, 1, 2, 3)), local(16), "ucx")
+    source = source_bytes(pool)
+    at = pool.generations_offset + RECORD_BYTES * 5
+    source[at : at + RECORD_BYTES] = record_of(EPOCH, 14)
+    assert sorted(carry_out(checked, Limits(), bytes(source), bytearray(checked.local.length_bytes))) == [0, 1, 3]
+    for word in range(4):  # whichever word of it is torn
+        torn = source_bytes(pool)
+        torn[at + 8 * word] ^= 1
+        assert sorted(carry_out(checked, Limits(), bytes(torn), bytearray(checked.local.length_bytes))) == [0, 1, 3]
+
+
 def test_a_record_counts_only_if_it_is_the_grants() -> None:  # P1, P2
     record = record_of(EPOCH, 512)
     assert verify(record, EPOCH, 512)
@@ -252,6 +297,41 @@ def test_a_rate_limit_cuts_finer_and_none_does_not() -> None:
     assert limits_for(1 << 20).run_bytes < 64 << 10
     assert limits_for(1.0).run_bytes == 4096
     assert limits_for(1e12) == Limits()
+
+
+def gets_of(page_bytes: int, limits: Limits) -> list[Get]:
+    """What a UCX attempt has ready at first, for 40 pages that lie apart."""
+    pages = tuple(range(0, 80, 2))
+    pool, place = geometry(80, page_bytes, page_bytes), local(80, page_bytes, page_bytes)
+    order_ = order(ReadOrder(grant(pool, pages)), pages)
+    handle: Any = "the pool's"
+    scratch = Scratch(mmap.mmap(-1, Scratch.length_bytes()), 1 << 20, handle)
+    reading = Reading(Progress(order_, plan(order_, place, "ucx")), limits, scratch, handle, reads_before=False)
+    assert reading.refill()
+    return list(reading.ready)
+
+
+@pytest.mark.parametrize(("page_bytes", "together"), [(4 << 10, 8), (64 << 10, 8), (128 << 10, 4), (1 << 20, 1)])
+def test_small_pages_are_posted_a_few_together_and_large_ones_alone(page_bytes: int, together: int) -> None:
+    gets = gets_of(page_bytes, Limits())
+    pieces = [piece for get in gets for piece in get.pieces]
+    assert {len(get.pieces) for get in gets[:-1]} <= {together}
+    assert all(get.length_bytes == sum(length for _, length, _ in get.pieces) for get in gets)
+    rows = min(40, SEGMENT_BYTES_MAX // page_bytes)
+    first = PoolPlan.sized(80, page_bytes=page_bytes, page_stride=page_bytes).pages_offset
+    places = [first + 2 * page_bytes * row for row in range(rows)]
+    assert pieces == [((1 << 30) + place, page_bytes, (1 << 20) + place) for place in places]
+
+
+def test_what_is_posted_together_stays_within_a_rate_limits_share() -> None:
+    limits = limits_for(1 << 20)
+    gets = gets_of(16 << 10, limits)
+    assert max(get.length_bytes for get in gets) <= limits.run_bytes < 4 * (16 << 10)
+    assert {len(get.pieces) for get in gets[:-1]} == {3}
+
+
+def test_what_a_link_may_have_under_way_fits_its_endpoint() -> None:
+    assert GETS_IN_FLIGHT_MAX * PIECES_MAX + NOTICES_UNDER_WAY_MAX < REQUESTS_MAX
 
 
 def test_a_pace_makes_the_next_operation_pay_for_the_last() -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from kvbus.dataplane import socket_wire as wire
 from kvbus.dataplane.choosing import ChoosingReader
 from kvbus.dataplane.memory import MemoryReader
+from kvbus.dataplane.reading import record_of
 from kvbus.dataplane.socket_reader import SocketReader, SocketReaderSettings
 from kvbus.dataplane.socket_wire import Header, Kind
 from kvbus.grants import Grant, MemoryAccess, SocketAccess
@@ -36,7 +37,8 @@ from tests.unit.helpers.reader_side import Side, arrived_of, check_rows, socket_
 from tests.waiting import wait_until
 
 ALL = range(200)
-FROZEN_ROWS = range(250)
+SEALED_ONCE = 2
+"""The generation of a page that was filled once."""
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +96,6 @@ def test_isolating_a_source_that_stands_still_closes_its_connection_by_force() -
         assert side.bytes_moved() == moved
 
 
-def test_after_a_cancel_in_the_middle_of_a_block_its_bytes_land_nowhere() -> None:  # contract 41
-    # Planted fault that this catches: places of an ended attempt that are still to be filled.
-    page_bytes, rows = 2 << 20, range(48)  # six blocks, of which two are asked for at a time
-    with (
-        lending_process(page_bytes=page_bytes, pages=49) as source,
-        socket_side(page_bytes=page_bytes, pages=49) as side,
-    ):
-        side.submit(source.grant(rows), rows)
-        wait_until(lambda: side.memory.page_bytes(0)[0] != 0)
-        source.freeze()  # so that the cancel does not come too late
-        side.reader.cancel(1, 1)
-        change = side.end_of()
-        for page in rows:
-            side.memory.page_bytes(page)[:] = 0
-        source.thaw()
-        side.submit(source.grant((48,)), (48,), ticket=2)
-        assert arrived_of(side.end_of(ticket=2)) == (True,)
-        assert not any(side.memory.page_bytes(page).any() for page in rows)
-        assert (type(change.result), change.evidence) == (Cancelled, Evidence.COMPLETED)
-
-
 def test_a_closed_lease_ends_its_attempt_and_delivers_what_was_whole(lender: LendingProcess) -> None:
     with socket_side(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         grant, other = lender.grant(ALL), lender.grant((3,))
@@ -166,28 +147,39 @@ LIES = {
 
 
 @contextlib.contextmanager
+def acting(act: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A listener whose first visitor meets this."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def meet() -> None:
+            with listener.accept()[0] as peer:
+                act(peer)
+
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(10)
+
+
+@contextlib.contextmanager
 def liar(data: bytes, *, stays: bool = True) -> Iterator[int]:
     """A listener that says this to whoever comes, once it was asked something, and stays connected or not."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ended = threading.Event()
+    ended = threading.Event()
 
-        def lie() -> None:
-            with listener.accept()[0] as peer:
-                first, rest = data[: len(hello())], data[len(hello()) :]
-                peer.sendall(first)
-                if rest or not stays:
-                    peer.recv(1)
-                    peer.sendall(rest)
-                if stays:
-                    ended.wait(30)
+    def lie(peer: socket.socket) -> None:
+        first, rest = data[: len(hello())], data[len(hello()) :]
+        peer.sendall(first)
+        if rest or not stays:
+            peer.recv(1)
+            peer.sendall(rest)
+        if stays:
+            ended.wait(30)
 
-        thread = threading.Thread(target=lie, daemon=True)
-        thread.start()
+    with acting(lie) as port:
         try:
-            yield int(listener.getsockname()[1])
+            yield port
         finally:
             ended.set()
-            thread.join(10)
 
 
 @pytest.mark.parametrize("data", LIES.values(), ids=LIES.keys())
@@ -216,6 +208,94 @@ def test_bytes_without_the_grants_records_behind_them_do_not_count(lender: Lendi
         change = side.end_of()
         assert isinstance(change.result, Failed)
         assert change.result.failure is FailureClass.PAGE_CHANGED
+
+
+# -------------------------------------------------------------------------------------- bytes that come in pieces
+
+
+def offer_of(port: int) -> SocketAccess:
+    return SocketAccess(addresses=("127.0.0.1",), port=port, secret=b"s" * 32)
+
+
+def hear_question(peer: socket.socket) -> Header:
+    """Take what the reader says, up to its next question."""
+    while True:
+        header = Header.decode(peer.recv(wire.HEADER_BYTES, socket.MSG_WAITALL))
+        if header.length:
+            peer.recv(header.length, socket.MSG_WAITALL)
+        if header.kind == Kind.READ:
+            return header
+
+
+def answer_to(question: Header, byte: int, page_bytes: int) -> bytes:
+    """A sound answer whose pages are all of this byte."""
+    rows = question.rows
+    head = Header(Kind.DATA, 0, rows, question.number, rows * page_bytes).encode()
+    records = record_of(LENDER_EPOCH, SEALED_ONCE) * rows
+    return head + bytes([byte]) * (rows * page_bytes) + wire.state(wire.State.WHOLE) + records
+
+
+def test_after_a_cancel_in_the_middle_of_a_block_its_bytes_land_nowhere() -> None:  # contract 41
+    # Planted fault that this catches: places of an ended attempt that are still to be filled.
+    page_bytes, cancelled = 2 << 20, threading.Event()
+
+    def act(peer: socket.socket) -> None:
+        peer.sendall(hello())
+        answer = answer_to(hear_question(peer), 7, page_bytes)
+        peer.sendall(answer[: 3 << 20])
+        cancelled.wait(30)
+        peer.sendall(answer[3 << 20 :])
+        peer.sendall(answer_to(hear_question(peer), 9, page_bytes))
+
+    with (
+        lending_process(page_bytes=page_bytes, pages=3) as source,
+        acting(act) as port,
+        socket_side(page_bytes=page_bytes, pages=3) as side,
+    ):
+        side.submit(source.grant((0, 1), socket=offer_of(port)), (0, 1))
+        wait_until(lambda: side.memory.page_bytes(0)[0] == 7)
+        side.reader.cancel(1, 1)
+        change = side.end_of()
+        assert (type(change.result), change.evidence) == (Cancelled, Evidence.COMPLETED)
+        for page in (0, 1):
+            side.memory.page_bytes(page)[:] = 0
+        cancelled.set()
+        side.submit(source.grant((2,), socket=offer_of(port)), (2,), ticket=2)
+        assert arrived_of(side.end_of(ticket=2)) == (True,)  # behind everything that was still to come
+        assert side.holds(2, 9)
+        assert side.bytes_moved() == page_bytes
+
+
+def test_a_block_that_comes_in_small_pieces_arrives(lender: LendingProcess) -> None:
+    # Planted fault that this catches: a thread that sleeps until more has come than is still to come.
+    rows = range(20)
+
+    def act(peer: socket.socket) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.sendall(hello())
+        answer = answer_to(hear_question(peer), 7, PAGE_BYTES)
+        for first in range(0, len(answer), 50_001):
+            peer.sendall(answer[first : first + 50_001])
+        peer.recv(1)  # the reader's last word
+
+    with acting(act) as port, socket_side() as side:
+        side.submit(lender.grant(rows, socket=offer_of(port)), rows)
+        assert arrived_of(side.end_of()) == (True,) * len(rows)
+        assert all(side.holds(page, 7) for page in rows)
+
+
+def test_a_source_that_leaves_in_the_middle_of_a_block_ends_its_attempt_at_once(lender: LendingProcess) -> None:
+    rows = range(20)
+
+    def act(peer: socket.socket) -> None:
+        peer.sendall(hello())
+        peer.sendall(answer_to(hear_question(peer), 7, PAGE_BYTES)[:100_000])  # less than the thread is woken for
+
+    with acting(act) as port, socket_side() as side:
+        side.submit(lender.grant(rows, socket=offer_of(port)), rows)
+        change = side.end_of()
+        assert isinstance(change.result, Failed)
+        assert (change.result.failure, change.evidence) == (FailureClass.PEER_LOST, Evidence.ENDPOINT_DESTROYED)
 
 
 # --------------------------------------------------------------------------------------------- sources not there

@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.dataplane.lending import Reader
 from kvbus.dataplane.socket_lending import ServedLending
-from kvbus.dataplane.socket_server import SocketServer
+from kvbus.dataplane.socket_server import Served, SocketServer
 from kvbus.events import ReaderKey
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Change, Direction, LeaseView, Order, SubmissionRejectedError
@@ -17,10 +17,12 @@ from kvbus.testing.cases import BackendCase
 from kvbus.testing.contracts import check_backend
 from tests.unit.helpers.lending_process import LENDER_EPOCH, fill, layout
 from tests.unit.helpers.socket_peer import Peer, peer_of
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 NONCE = b"0123456789abcdef"
 SECRET = b"s" * 32
+NOBODYS = 63
+"""A ticket that the page server knows, and the lending does not."""
 
 
 def key_of(transfer: str = "t1", *, instance: str = "B", epoch: int = 7) -> ReaderKey:
@@ -34,12 +36,32 @@ class Lent:
         self.woken = threading.Event()
         self.memory = PoolMemory.create(layout(64 << 10), 64, LENDER_EPOCH)
         fill(self.memory, range(64))
-        self.server = SocketServer(wake=self.woken.set)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.server = SocketServer(wake=self.server_wake)
         self.server.register(self.memory)
         self.place = self.server.start()
         self.lending = ServedLending(wake=self.woken.set, server=self.server)
         self.seen: list[Change] = []
         self.closed: list[Reader] = []
+
+    def server_wake(self) -> None:
+        """Run on the server's thread."""
+        self.woken.set()
+        self.may_go_on.wait(DEADLINE_S)
+
+    @contextmanager
+    def server_held(self) -> Iterator[None]:
+        """Let the server's thread stand still in its own word that a lease has ended."""
+        self.server.open(Served(NOBODYS, 0, SECRET, (0,), (2,)))
+        self.woken.clear()
+        self.may_go_on.clear()
+        self.server.close_lease(NOBODYS)
+        assert self.woken.wait(DEADLINE_S)
+        try:
+            yield
+        finally:
+            self.may_go_on.set()
 
     def order(self, ticket: int, key: ReaderKey, *, only: bool = True, secret: bytes = SECRET) -> Order:
         pages = (2 * ticket % 64, 2 * ticket % 64 + 1)
@@ -180,7 +202,8 @@ def test_a_shutdown_ends_what_only_a_socket_leads_to(lent: Lent) -> None:  # con
 def test_a_fenced_reader_is_known_until_it_is_served_no_more(lent: Lent) -> None:  # P5
     lent.lend(1, key_of())
     lent.lending.fenced(1, 1)
-    assert lent.lending.shutdown(0.0) == ((1, 1),)
+    with lent.server_held():
+        assert lent.lending.shutdown(0.0) == ((1, 1),)
     wait_until(lambda: not lent.lending.shutdown(0.0))
     assert lent.evidence(1) is None  # its lease went back before
     assert [reader.key for reader in lent.closed] == [key_of()]

@@ -273,15 +273,16 @@ def test_connections_are_bounded_and_idle_ones_make_room(serving: Serving, monke
 
 
 def test_half_open_and_idle_connections_are_closed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_server, "OPEN_S", 0.05)
-    monkeypatch.setattr(socket_server, "IDLE_S", 0.2)
     serving.lend(7, range(4))
     serving.lend(8, range(4))
     with peer_of(serving.place) as reader, peer_of(serving.place) as idle, peer_of(serving.place) as half_open:
         reader.open(7, SECRET)
         idle.open(8, SECRET)
         idle.release(8)
+        wait_until(lambda: serving.has_ended(8))
         half_open.sock.sendall(b"\x03")
+        monkeypatch.setattr(socket_server, "OPEN_S", 0.05)  # from here on, so that a slow machine closes no other
+        monkeypatch.setattr(socket_server, "IDLE_S", 0.2)
         assert half_open.is_closed()
         assert idle.is_closed()
         reader.ask(7, [1], [2])  # one with a lease is not closed for being quiet
@@ -357,12 +358,12 @@ def test_a_lease_ends_with_the_last_connection_that_opened_it(serving: Serving) 
     assert serving.server.statistics().lost == 1
 
 
-def test_a_lease_that_nobody_has_opened_stays_open(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_server, "OPEN_S", 0.0)
-    monkeypatch.setattr(socket_server, "IDLE_S", 0.0)
+def test_a_lease_that_nobody_has_opened_stays_open(serving: Serving) -> None:
     serving.lend(7, range(4))
-    with peer_of(serving.place) as stranger:  # comes and goes, as time does
-        assert stranger.is_closed()
+    with pytest.MonkeyPatch.context() as patched, peer_of(serving.place) as stranger:
+        patched.setattr(socket_server, "OPEN_S", 0.0)
+        patched.setattr(socket_server, "IDLE_S", 0.0)
+        assert stranger.is_closed()  # who comes and goes, as time does
     assert not serving.has_ended(7)
     assert serving.reads(7, 1)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvbus.dataplane import ucp
+from kvbus.dataplane.notices import NOTICE_AM_ID, Notice
 from kvbus.dataplane.ucx import UcxPlane, UcxReader
-from kvbus.dataplane.ucx_plane import NOTICE_AM_ID, Notice
 from kvbus.errors import BackendError, ConfigError, PeerError
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Cancelled, Failed, SubmissionRejectedError

@@ -12,6 +12,7 @@ from scripts import make_ownership, statements
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [*map(str, range(1, 57)), *(f"R{n}" for n in range(1, 25)), *(f"P{n}" for n in range(1, 27))]
+ALL += [f"H{n}" for n in range(1, 39)]
 
 
 Found = dict[str, list[statements.Proof]]

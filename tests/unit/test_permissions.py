@@ -53,6 +53,8 @@ SAID_AND_HEARD: dict[str, tuple[str, Callable[[str], list[str]], str, str]] = {
         "GO",
         "AO",
     ),
+    "command: cache": ("b", lambda name: [TOPICS.command(name, Command.CACHE, "m0")], "GO", "O"),
+    "command: own cache": ("a", lambda name: [TOPICS.command(name, Command.CACHE, "m0")], "GO", "AO"),
     "command: drain": ("a", lambda name: [TOPICS.command(name, Command.DRAIN)], "O", "AO"),
     "query": ("b", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "O"),
     "query: own": ("a", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "AO"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import socket
@@ -22,6 +23,15 @@ from tests.unit import pool_parts
 from tests.unit.pool_parts import EPOCH, TOY, fill, names_of
 
 ROOT = Path(__file__).parents[2]
+
+
+def open_files() -> set[int]:
+    """The files that this process has open, by number."""
+    numbers = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            numbers.add(entry.stat().st_ino)
+    return numbers
 
 
 @pytest.fixture
@@ -221,6 +231,23 @@ def test_close_says_what_it_did() -> None:
         memory.page_bytes(0)
     with pytest.raises(ValueError, match="closed"):
         memory.generations.read(0)
+
+
+def test_a_pool_that_is_dropped_gives_its_descriptor_back_once() -> None:
+    # Planted fault that this catches: a descriptor that only `close` gives back, and the tests dropped hundreds.
+    memory = PoolMemory.create(TOY, 2, EPOCH)
+    file = os.fstat(memory.fd).st_ino
+    assert file in open_files()
+    del memory
+    gc.collect()
+    assert file not in open_files()
+    memory = PoolMemory.create(TOY, 2, EPOCH)
+    fd = memory.fd
+    memory.close()
+    os.dup2(2, fd)  # somebody else opens a file, and gets that number
+    del memory
+    gc.collect()
+    os.close(fd)  # it is still open
 
 
 @pytest.mark.contract("55")

@@ -227,7 +227,15 @@ def test_the_counters_say_what_was_found() -> None:
     memory = small_lender().memory
     memory.digests.note_differing(2)
     memory.digests.spoiled, memory.digests.made = 3, 4
-    assert digest_counters(memory.digests) == {"pages_differ": 2, "pages_spoiled": 3, "digests_made": 4}
+    memory.digests.reported, memory.digests.rewritten, memory.digests.dropped = 5, 6, 7
+    assert digest_counters(memory.digests) == {
+        "pages_differ": 2,
+        "pages_spoiled": 3,
+        "pages_reported": 5,
+        "pages_rewritten": 6,
+        "pages_dropped": 7,
+        "digests_made": 4,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ the engine's counter

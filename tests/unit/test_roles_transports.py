@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvbus.config import WorkerSettings, checked_settings
-from kvbus.errors import ConfigError
+from kvbus.errors import BackendError, ConfigError
 from kvbus.events import LendRequested
 from kvbus.grants import UcxAccess
 from kvbus.processes import identity
+from kvbus.roles.counting import way_counters
 from kvbus.roles.offers import PoolAccess
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.transports import DataPlane, open_data_plane
+from tests.unit.helpers import ucp_over_sockets
 from tests.unit.helpers.lending_process import layout, reader_key
+from tests.waiting import wait_until
 
 UCX = UcxAccess(address=b"a", rkey=b"r")
 
@@ -81,6 +84,19 @@ def test_a_transport_that_was_named_is_the_only_one_and_its_absence_an_error(tmp
         pass
 
 
+def test_ucx_py_is_taken_where_it_is_named_and_its_absence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"--transport ucx-py.*conda"), opened(tmp_path, backend="ucx-py"):
+        pass
+    monkeypatch.setattr("kvbus.dataplane.ucxpy.load", lambda: ucp_over_sockets)
+    with opened(tmp_path, backend="ucx-py") as moving:
+        assert (moving.transports, moving.access.names()) == (("ucx",), ("ucx", "memory"))
+        assert moving.reader.name == "ucx-py"
+        assert moving.access.offer(question("ucx")).ucx is not None
+        assert moving.plane is None
+
+
 def test_each_lease_gets_a_secret_of_its_own_and_only_what_was_asked_for(tmp_path: Path) -> None:
     with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
         first, second = (moving.access.offer(question("memory", "socket")) for _ in range(2))
@@ -119,3 +135,33 @@ def test_where_the_page_server_listens_and_is_reached_must_be_addresses(
         settings(tmp_path, **values)
     wild = settings(tmp_path, socket_address="::", socket_advertise=("192.0.2.7",))
     assert wild.socket_advertise == ("192.0.2.7",)
+
+
+def test_a_ucx_plane_that_has_failed_is_offered_to_nobody_and_is_counted(tmp_path: Path) -> None:
+    class BadTask:
+        def step(self, now: float) -> float | None:
+            raise RuntimeError(f"planted at {now:.0f}")
+
+        def failed(self, text: str) -> None:
+            assert "planted" in text
+
+        def closed(self, *, is_quiet: bool) -> None:
+            assert is_quiet
+
+    with opened(tmp_path, backend="auto") as moving:
+        assert moving.plane is not None
+        assert moving.access.offer(question("ucx", "memory")).ucx is not None
+        moving.plane.attach(BadTask())
+        wait_until(lambda: not moving.plane or not moving.plane.statistics().running)
+        offer = moving.access.offer(question("ucx", "memory"))
+        assert (offer.ucx, offer.memory) == (None, moving.access.memory)
+        assert moving.reader.changes() == []  # the other transports go on: the binding does too
+        counters = way_counters(moving.reader.statistics())
+        assert "planted" in str(counters["ways_failed_ucx"])
+    with opened(tmp_path, backend="ucx") as alone:
+        assert alone.plane is not None
+        alone.plane.attach(BadTask())
+        wait_until(lambda: not alone.plane or not alone.plane.statistics().running)
+        with pytest.raises(BackendError, match="planted"):
+            alone.reader.changes()
+        assert alone.reader.changes() == []

@@ -233,7 +233,7 @@ async def test_a_lost_last_event_is_found_by_looking(bus: Bus) -> None:
     await store(bus, 1)
     await until(lambda: reader.texts == ["1"])
     if isinstance(bus, NatsBus):
-        await bus._routes[0].active.unsubscribe()  # type: ignore[union-attr] # live facts are not heard any more
+        await bus._routes.routes[0].active.unsubscribe()  # type: ignore[union-attr] # live facts are not heard any more
     else:
         bus.broker.listeners.clear()  # type: ignore[attr-defined] # same
     await store(bus, 2)

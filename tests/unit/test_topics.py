@@ -166,6 +166,19 @@ def test_a_command_goes_to_an_instance_or_to_one_member_of_it() -> None:
             TOPICS.parse(subject)
 
 
+def test_of_queries_only_a_snapshot_is_that_of_one_member() -> None:
+    assert TOPICS.query("b", Query.SNAPSHOT, "m.0") == "kv.query.b.snapshot.m=2E0"
+    assert TOPICS.parse("kv.query.b.snapshot.m=2E0") == Subject(Family.QUERY, "b", "snapshot", "m.0")
+    for subject in (
+        "kv.query.b.replay.m0",
+        "kv.query.b.snapshot.",
+        "kv.query.b.snapshot.m0.m1",
+        "kv.query.b.snapshot.m.0",
+    ):
+        with pytest.raises(PeerError):
+            TOPICS.parse(subject)
+
+
 @pytest.mark.parametrize("request_hash", ["", "x" * 32, HASH.upper(), HASH[:-1], HASH + "0", HASH + "\n", "*"])
 def test_a_transfer_needs_a_request_hash(request_hash: str) -> None:
     with pytest.raises(ValueError, match="request hash"):

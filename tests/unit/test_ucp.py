@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -370,6 +370,90 @@ def test_wrong_arguments_of_a_get_are_refused_by_name_before_ucx_sees_them(sourc
             endpoint.get(*numbers, rkey=key, memory=memory)  # type: ignore[arg-type,misc]
     assert not endpoint.failed
     assert not other.failed
+
+
+def pieces_of(node: Node, base: int, pages: Sequence[int]) -> list[ucp.Piece]:
+    """One piece a page, each to the same place here as there."""
+    return [(node.pool.address + PAGE_BYTES * page, PAGE_BYTES, base + PAGE_BYTES * page) for page in pages]
+
+
+def test_gets_posted_together_end_together_and_bring_what_each_was_for(source: Peer, node: Node) -> None:
+    exported = source.ask("export")
+    endpoint, rkey = node.connect(exported)
+    batch = endpoint.get_all(pieces_of(node, exported["base"], (5, 1, 3)), rkey, node.memory)
+    assert batch.count == node.memory.in_flight == 3
+    assert endpoint.unfinished() == 1
+    with pytest.raises(BackendError, match="in progress"):
+        batch.free()
+    wait_until(lambda: node.drive(batch))
+    assert batch.status() == ucp.OK
+    assert node.memory.in_flight == endpoint.unfinished() == 0
+    for page in range(7):
+        held = node.pool.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+        assert held == (pattern(page) if page in {1, 3, 5} else bytes(PAGE_BYTES))
+    batch.free()
+
+
+def test_one_wrong_piece_posts_none_of_them(source: Peer, node: Node) -> None:
+    exported = source.ask("export")
+    endpoint, rkey = node.connect(exported)
+    good = pieces_of(node, exported["base"], range(3))
+    for wrong, field in (((1, 8, exported["base"]), "local_address"), ((good[0][0], 8, 0), "remote_address")):
+        with pytest.raises(ValueError, match=field):
+            endpoint.get_all([*good, wrong], rkey, node.memory)
+    for count in (0, ucp.REQUESTS_MAX + 1):
+        with pytest.raises(ValueError, match="pieces"):
+            endpoint.get_all(good[:1] * count, rkey, node.memory)
+    assert endpoint.unfinished() == node.memory.in_flight == 0
+    assert not endpoint.failed
+
+
+def test_what_ucx_has_taken_before_it_fails_is_waited_for(
+    source: Peer, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:  # contract 33: what was posted may still write
+    exported = source.ask("export")
+    endpoint, rkey = node.connect(exported)
+    post, posted = node.context.library.get_nbx, list[int]()
+
+    def failing(*arguments: int) -> int | None:
+        posted.append(arguments[1])
+        return 2**64 - 3 if len(posted) == 3 else post(*arguments)  # UCX's status -3: input or output error
+
+    monkeypatch.setattr(node.context.library, "get_nbx", failing)
+    batch = endpoint.get_all(pieces_of(node, exported["base"], range(5)), rkey, node.memory)
+    assert len(posted) == 3  # the rest was not tried
+    assert endpoint.failed
+    assert (batch.count, batch.status(), node.memory.in_flight) == (2, ucp.IN_PROGRESS, 2)
+    closing = endpoint.close(force=True)
+    wait_until(lambda: node.drive(closing))
+    assert batch.status() == -3
+    assert node.memory.in_flight == 0
+
+
+def test_a_first_piece_that_ucx_refuses_leaves_nothing_under_way(
+    source: Peer, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = source.ask("export")
+    endpoint, rkey = node.connect(exported)
+    monkeypatch.setattr(node.context.library, "get_nbx", lambda *_: 2**64 - 3)
+    with pytest.raises(BackendError, match="post a get"):
+        endpoint.get_all(pieces_of(node, exported["base"], range(2)), rkey, node.memory)
+    assert endpoint.failed
+    assert endpoint.unfinished() == node.memory.in_flight == 0
+
+
+def test_a_forced_close_ends_a_batch_only_when_all_of_it_has_ended() -> None:
+    with running_peer(TCP_ONLY) as peer, node_with(TCP_ONLY) as node:
+        exported = peer.ask("export")
+        endpoint, rkey = node.connect(exported)
+        wait_until(lambda: node.drive(get(node, (endpoint, rkey), exported["base"])))
+        os.kill(exported["pid"], signal.SIGSTOP)
+        batch = endpoint.get_all(pieces_of(node, exported["base"], range(4)), rkey, node.memory)
+        assert not node.drive(batch)
+        closing = endpoint.close(force=True)
+        wait_until(lambda: node.drive(closing))
+        assert batch.status() == ucp.CANCELED
+        assert node.memory.in_flight == 0
 
 
 def test_the_last_bytes_of_a_mapping_may_be_read_into(source: Peer, node: Node) -> None:

@@ -25,6 +25,7 @@ from kvbus.roles.destination import Destination
 from kvbus.roles.intake import Intake
 from kvbus.roles.local import LocalBackend
 from kvbus.roles.poolside import PoolSide
+from kvbus.roles.portrait import Portrait
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Presence
@@ -150,7 +151,13 @@ class Builder:
             wall_s=place.wall_s,
         )
         rounds.follow(destination)
-        intake = self._intake(destination, source, recorder, council)
+        portrait = Portrait(
+            holder=rounds.holder,
+            recorder=recorder,
+            transfers=destination.open_transfers,
+            place=lambda: (0, rounds.agreement.head) if council is None else council.book.place,
+        )
+        intake = self._intake(destination, source, recorder, portrait, council)
         return Parts(
             epoch=self._epoch,
             pool=pool,
@@ -327,7 +334,12 @@ class Builder:
         )
 
     def _intake(
-        self, destination: Destination, source: Source, recorder: Recorder, council: WatchedCouncil | None
+        self,
+        destination: Destination,
+        source: Source,
+        recorder: Recorder,
+        portrait: Portrait,
+        council: WatchedCouncil | None,
     ) -> Intake:
         place = self._place
         return Intake(
@@ -338,6 +350,7 @@ class Builder:
             destination=destination,
             source=source,
             recorder=recorder,
+            portrait=portrait,
             counters=dict,
             leads=council,
         )

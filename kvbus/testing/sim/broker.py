@@ -12,7 +12,7 @@ from kvbus.testing.sim.loop import Actor, SimLoop
 from kvbus.testing.sim.settings import Rates
 from kvbus.testing.sim.trail import Trail
 from kvbus.testing.streams import matches
-from kvbus.topics import Topics
+from kvbus.topics import Topics, escape
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Delivery, Entry, NotStored, Stored
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class SimBroker:
         for one in self._queue.get(queue, {}).values():
             if len(given) >= most or held + len(given) >= self.work.in_flight_max:
                 break
-            if one.offered_again_at <= now and one.attempts < self.work.deliveries_max:
+            if one.offered_again_at <= now:
                 one.attempts += 1
                 one.offered_again_at = now + self.work.ack_wait_s
                 given.append(one)
@@ -288,23 +288,18 @@ class SimBroker:
             del self._queue[queue][waiting.sequence]
             self._pending.pop(waiting.subject, None)
 
-    def drop_exhausted(self) -> int:
-        """Take off the queue what was offered as often as it may be, as an operator would; return how many."""
-        now = self.loop.time()
-        found = [
-            one
-            for queue in self._queue.values()
-            for one in queue.values()
-            if one.attempts >= self.work.deliveries_max and one.offered_again_at <= now
-        ]
-        for one in found:
-            self.remove(one)
-        return len(found)
+    def queued_in(self, queue: str) -> int:
+        """Requests that wait or run in one queue."""
+        return len(self._queue.get(queue, ()))
 
     @property
     def queued(self) -> int:
         """Requests that wait, in all queues."""
         return len(self._pending)
+
+    def waiting(self, destination: str) -> int:
+        """Return how many requests wait for an instance."""
+        return len(self._queue.get(self.topics.transfer_filter(destination), ()))
 
     def await_work(self, queue: str) -> "asyncio.Future[None]":
         """Return a future that ends when the queue has something new."""
@@ -328,6 +323,11 @@ class SimBroker:
             for key in [key for key, (_, at) in entries.items() if now - at >= INSTANCE_TTL_S]:
                 del entries[key]
         return entries
+
+    def knows(self, instance: str) -> bool:
+        """Return whether the registry holds a record of an instance."""
+        head = escape(f"{instance}/")
+        return any(key.startswith(head) for key in self.entries(BUCKET_INSTANCES))
 
     def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store a value under a new revision."""

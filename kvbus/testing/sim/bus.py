@@ -121,6 +121,11 @@ class SimBus:
             finally:
                 timer.cancel()
 
+    async def queued(self, subject_filter: str) -> int:
+        """See `kvbus.transport.Bus`."""
+        await self._reach(CALL_S)
+        return self.broker.queued_in(subject_filter)
+
     async def history(self, subject_filter: str, *, after_sequence: int = 0, most: int = 10_000) -> Sequence[Delivery]:
         """See `kvbus.transport.Bus`; settle subjects only, since of facts this broker keeps no more than their ids."""
         self._check_kept(subject_filter)
@@ -151,15 +156,16 @@ class SimBus:
         self.broker.put(bucket, key, value)
         await self._return(CALL_S)
 
-    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> bool:
+    async def compare_and_set(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
         """See `kvbus.transport.Bus`."""
         await self._reach(CALL_S)
         found = self.broker.entries(bucket).get(key)
         if (found[0].revision if found else 0) != revision:
-            return False
+            return 0
         self.broker.put(bucket, key, value)
+        stored = self.broker.entries(bucket)[key][0].revision
         await self._return(CALL_S)
-        return True
+        return stored
 
     async def keys(self, bucket: str) -> Sequence[str]:
         """See `kvbus.transport.Bus`."""
@@ -293,11 +299,10 @@ class _SimWork:
         return self._attempt
 
     async def keep(self) -> None:
-        """Push the ack wait out; whether it comes through is nobody's to know."""
-        self._bus._check()  # noqa: SLF001 - one module
-        broker = self._bus.broker
-        if self._bus.connected and broker.random.random() >= broker.rates.lost:
-            self._waiting.offered_again_at = broker.loop.time() + broker.work.ack_wait_s
+        """Push the ack wait out."""
+        await self._bus._reach(CALL_S)  # noqa: SLF001 - one module
+        self._waiting.offered_again_at = self._bus.broker.loop.time() + self._bus.broker.work.ack_wait_s
+        await self._bus._return(CALL_S)  # noqa: SLF001
 
     async def finish(self) -> None:
         """Take the message off the queue."""

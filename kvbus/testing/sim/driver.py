@@ -18,6 +18,12 @@ from kvbus.topics import Command
 
 REMEMBERED_MAX = 64
 REQUESTER = "driver"
+REGARDLESS = 0.98
+"""Draws above it go to any instance, whether it has room or not, and name any other, or itself."""
+ANSWERS_A_REQUEST = 0.25
+"""Prompts that engines answer for callers of their own, for each request: so many, however long transfers take."""
+NO_ROOM_PAUSES = 4
+"""How much longer the requesters wait where nobody has room."""
 ON_MISS: tuple[OnMiss, ...] = ("prefill", "prefill", "prefill", "partial", "partial", "fail")
 BUDGETS_S = (0.3, 2.0, 5.0, 20.0)
 
@@ -45,7 +51,6 @@ class Driver:
         """Begin to ask."""
         loop = self._town.truth.loop
         loop.spawn(self._actor, self._ask(), "driver")
-        loop.spawn(self._actor, self._keep_engines_busy(), "driver of engines")
         if self._town.settings.weather.forged_s:
             loop.spawn(self._actor, self._forge(), "stranger")
 
@@ -59,21 +64,24 @@ class Driver:
             elif draw < 0.12 and self._recent:
                 loop.spawn(self._actor, self._send(self._random.choice(self._recent)), "repeat")
             else:
-                destination = self._random.choice(self._town.names)
                 # Mostly where there is room: a refusal costs as much to simulate as a transfer, and shows less.
-                if draw > 0.9 or self._town.has_room(destination):
-                    asked = self._make(destination)
+                regardless = draw > REGARDLESS
+                roomy = self._town.names if regardless else self._town.with_room()
+                if roomy and (regardless or self._town.findable(self._town.names)):
+                    asked = self._make(self._random.choice(roomy), regardless=regardless)
                     self._recent.append(asked)
                     loop.spawn(self._actor, self._send(asked), "request")
+                    if self._random.random() < ANSWERS_A_REQUEST:
+                        self._keep_engines_busy()
+                else:
+                    await asyncio.sleep(NO_ROOM_PAUSES * pause_s)
             await asyncio.sleep(self._random.expovariate(1 / pause_s))
 
-    async def _keep_engines_busy(self) -> None:
-        settings = self._town.settings
-        while self._town.fired() < settings.transfers:
-            await asyncio.sleep(self._random.expovariate(3.0 * settings.instances))
-            members = self._town.up()
-            if members and (parts := self._random.choice(members).parts):
-                parts.engine.answer(tokens_of(self._words()), self._salt())
+    def _keep_engines_busy(self) -> None:
+        """Let some engine answer a prompt of its own, which takes pages, and puts others out."""
+        members = self._town.up()
+        if members and (parts := self._random.choice(members).parts):
+            parts.engine.answer(tokens_of(self._words()), self._salt())
 
     async def _forge(self) -> None:
         """Say of readers that are lent to that their access has ended, with a nonce that is not theirs (P18)."""
@@ -88,10 +96,13 @@ class Driver:
                 self.counts["forged"] += 1
                 await self._tell(lender.instance, Command.LEASE, body, member_name(lender.rank))
 
-    def _make(self, destination: str) -> _Asked:
-        draw, names = self._random, self._town.names
-        sources = names if draw.random() < 0.02 else tuple(name for name in names if name != destination)
-        source = draw.choice(sources)
+    def _make(self, destination: str, *, regardless: bool) -> _Asked:
+        draw = self._random
+        others = [name for name in self._town.names if name != destination]
+        if regardless:
+            source = draw.choice(others if draw.random() < 0.5 else self._town.names)
+        else:  # one that can be found, for the same reason
+            source = draw.choice(self._town.findable(others) or others)
         document, _, tokens = self._words().partition(":")
         prompt = prompt_of(int(document), int(tokens), as_text=draw.random() < 0.3)
         salt = self._salt()

@@ -13,7 +13,6 @@ def left_over(town: Town) -> tuple[str, ...]:
     found: list[str] = []
     if not town.all_up():
         found.append("a member is not up")
-    town.broker.drop_exhausted()
     if town.broker.queued:
         found.append(f"{town.broker.queued} requests are queued")
     for member in town.members.values():
@@ -43,7 +42,7 @@ def _left_at(member: Member, parts: Parts) -> list[str]:
         "attempts are open": parts.reader.open,
         "transfers are in flight": parts.gate.statistics().inflight,
         "bytes wait for the broker": parts.recorder.queued_bytes,
-        "questions are open": len(parts.source._decided),  # noqa: SLF001
+        "questions are open": parts.source._questions.open,  # noqa: SLF001
     }
     if parts.council is not None and parts.sharing is not None:
         counted |= {

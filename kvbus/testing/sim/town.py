@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
@@ -14,6 +14,8 @@ from kvbus.testing.sim.settings import SimSettings
 from kvbus.testing.sim.truth import Truth
 
 RESTART_MAX_S = 4.0
+LATE_S = 30.0
+"""A member whose clock is so far ahead takes what it is sent for older than a request may be in the queue."""
 
 
 class Town:
@@ -110,14 +112,23 @@ class Town:
         member.start()
         self._by_actor[member.actor] = member
 
-    def has_room(self, instance: str) -> bool:
-        """Whether a member runs there that hears of requests, and would admit one more transfer."""
+    def with_room(self) -> list[str]:
+        """Return the instances with a member that hears of requests in time, and would admit one more transfer."""
+        return [name for name in self.names if self._has_room(name)]
+
+    def findable(self, names: Sequence[str]) -> list[str]:
+        """Return those of these instances that the registry knows."""
+        return [name for name in names if self.broker.knows(name)]
+
+    def _has_room(self, instance: str) -> bool:
         for rank in range(self.settings.ranks):
             member = self.members[_key(instance, rank)]
             parts = member.parts
             if parts is not None and (parts.council is None or parts.council.leads):
                 hears = member.bus.connected and not member.leaving
-                return hears and parts.gate.inflight < self.settings.inflight_max
+                in_time = member.wall_offset_s < LATE_S  # by its own clock
+                queued = self.broker.waiting(instance)
+                return hears and in_time and parts.gate.inflight + queued < self.settings.inflight_max
         return False
 
 

@@ -148,7 +148,7 @@ def _said_into_the_outage() -> Sequence[Patch]:
 
     async def once(self: Recorder, outgoing: Any) -> None:
         try:
-            await self._bus.store(outgoing.subject, outgoing.data, message_id=outgoing.message_id)
+            await self._bus.store(outgoing.subject, outgoing.data, message_id=f"{self._speaker}.{outgoing.sequence}")
         except BusError:
             return
 

@@ -55,7 +55,7 @@ def _pinned_later() -> Sequence[Patch]:
             index.longest_prefix = lambda _names: found
             self._lend_now(asked, entry)
             del index.longest_prefix
-            self._wake(key_of(asked.key))
+            self._questions.wake(key_of(asked.key))
 
         asyncio.get_running_loop().call_later(LOOK_UP_S, pin)
 
@@ -142,9 +142,8 @@ async def _lost_release(s: Script) -> None:
 def _said_once() -> Sequence[Patch]:
     """Say once that access has ended, and never again."""
 
-    async def once(self: Asker, key: Any, nonce: bytes, source: Any) -> None:
+    async def once(self: Asker, body: LeaseReleased, source: Any) -> None:
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
-        body = LeaseReleased(key=key, nonce=nonce)
         try:
             await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
         except BusError:

@@ -108,6 +108,7 @@ async def _rewritten_under_the_read(s: Script) -> None:
     gets.open()
     outcome = await s.outcome(request)
     s.require(outcome.pages_moved == 0, f"{outcome.pages_moved} pages count as A at i1, and hold B")
+    await s.until("i0 has its pages back", lambda: s.lent("i0") == 0)
     s.parts("i0").pool.lender.evict(s.names("i0", A))
     await s.rest()
 
@@ -153,6 +154,7 @@ async def _torn_word(s: Script) -> None:
     outcome = await s.outcome(request)
     s.require(outcome.pages_moved == 0, f"{outcome.pages_moved} pages count as A at i1, and hold B")
     table.seal_pages(pages)
+    await s.until("i0 has its pages back", lambda: s.lent("i0") == 0)
     s.parts("i0").pool.lender.evict(s.names("i0", A))
     for page in range(len(pages), len(table._counters)):
         table._counters[page] = 0

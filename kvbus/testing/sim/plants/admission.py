@@ -41,16 +41,15 @@ def drop_facts() -> Sequence[Change]:
 def ack_early() -> Sequence[Change]:
     """Take a request off the queue as soon as it has its verdict."""
 
-    async def at_once(self: Intake, work: Any) -> None:
+    async def at_once(self: Intake, claim: Any) -> None:
         try:
-            event = self._decoded(work.delivery)
-            request = self._request_in(event)
+            event, request = self._work_in(claim.work)
         except PeerError:
-            await self._finish(work)
+            await self._finish(claim)
             return
         verdict, _ = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
         await self._destination.results.tell_verdict(request, verdict)
-        await self._finish(work)
+        await self._finish(claim)
 
     return [(Intake, "_work", at_once)]
 
@@ -60,11 +59,11 @@ def ack_for_another() -> Sequence[Change]:
     """Let a second delivery, which joins the first one's transfer, take the request off the queue."""
     work_ = Intake._work
 
-    async def unless_first(self: Intake, work: Any) -> None:
-        if work.attempt == 1:
-            await work_(self, work)
+    async def unless_first(self: Intake, claim: Any) -> None:
+        if claim.work.attempt == 1:
+            await work_(self, claim)
         else:
-            await self._finish(work)
+            await self._finish(claim)
 
     return [(Intake, "_work", unless_first)]
 

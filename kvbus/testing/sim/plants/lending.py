@@ -211,9 +211,9 @@ def lend_twice() -> Sequence[Change]:
 def forget_release_retries() -> Sequence[Change]:
     """Say once that access has ended, and never again."""
 
-    async def once(self: Asker, key: Any, nonce: bytes, source: Any) -> None:
+    async def once(self: Asker, body: LeaseReleased, source: Any) -> None:
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
-        await self._bus.request(subject, self._encoded(LeaseReleased(key=key, nonce=nonce)), wait_s=1.0)
+        await self._bus.request(subject, self._encoded(body), wait_s=1.0)
 
     return [(Asker, "_release", once)]
 

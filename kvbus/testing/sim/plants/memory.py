@@ -105,7 +105,7 @@ def pin_later() -> Sequence[Change]:
                 self._lend_now(asked, entry)
             finally:
                 del index.longest_prefix
-            self._wake(key)
+            self._questions.wake(key)
 
     def look_up_first(self: Source, asked: Any, entry: Any) -> None:
         from kvbus.names import names_from_bytes  # noqa: PLC0415 - the fault's own

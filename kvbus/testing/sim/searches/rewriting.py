@@ -179,10 +179,9 @@ class _Search:
             if self._random.random() < turns:
                 source.turn(pages)
             reading.advance()
-            if reading.next_copy is None:
+            if reading.next_turn is None:
                 break
-            to, from_ = reading.next_copy
-            to[:] = from_
+            reading.next_turn()
         del reading
         self._check(grant, progress, pages)
 

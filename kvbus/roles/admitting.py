@@ -1,0 +1,61 @@
+"""Requests before they are transfers: those being answered, cancelled in the queue, or offered too often."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvbus.ledger.admission import Admission, Verdict
+from kvbus.parts import VerdictWord
+
+WORD: Final[dict[Verdict, VerdictWord]] = {
+    Verdict.ACCEPTED: "accepted",
+    Verdict.ADOPTED: "accepted",  # its own request, delivered again
+    Verdict.DEDUPED: "deduped",
+    Verdict.SKIPPED_BUSY: "skipped_busy",
+    Verdict.REFUSED: "refused",
+}
+TRIES_MAX = 3
+"""The first try, and two after whoever ran it had died; what fails three times would fail again."""
+CANCELS_MAX = 4_096
+"""Cancelled requests that were not offered here yet; the queue holds 10,000 in all, and few of them are cancelled."""
+
+
+@dataclass(slots=True)
+class Admitting:
+    """A request that is being answered; `refusal` is the answer, where it was not admitted."""
+
+    request_id: str
+    cancelled: str = ""
+    """Who does not want it any more; empty while nobody has said so."""
+    refusal: Admission | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class QueuedCancels:
+    """Cancels of requests that the queue has not offered here yet: they end when it does.
+
+    A cancel says when it was made, and ends nothing that was asked for later.
+    """
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[str, tuple[float, str]] = OrderedDict()
+
+    def note(self, request_hash: str, text: str, *, said_s: float) -> None:
+        """Remember a cancel; the oldest one is forgotten where there are too many."""
+        self._said.pop(request_hash, None)
+        self._said[request_hash] = said_s, text
+        if len(self._said) > CANCELS_MAX:
+            self._said.popitem(last=False)
+
+    def of(self, request_hash: str, *, sent_s: float) -> str:
+        """Return who cancelled a request that was sent then, or ""."""
+        said_s, text = self._said.get(request_hash, (0.0, ""))
+        return text if text and sent_s <= said_s else ""
+
+
+def spent(offer: int) -> str:
+    """Return why a request is not run any more, or "" while it may be."""
+    if offer <= TRIES_MAX:
+        return ""
+    return f"the queue has offered it {offer} times: whoever took it did not live to end it, so it is not run again"

@@ -1,0 +1,92 @@
+"""The past: how requests ended that former runs of this instance's members took, as the facts stream tells.
+
+A member that dies between a transfer's end and the word that takes its request off the queue leaves a request that is
+offered again. Its outcome stands in the facts under the request's own id, and so it is told again, not run (P22).
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvbus.errors import PeerError
+from kvbus.events import TransferOutcome, decode, decode_all
+from kvbus.topics import Topics
+from kvbus.transport import Bus, Delivery
+
+QUEUED_MAX_S = 600.0
+"""So long a request stays in the queue at most, whoever takes it; what ended before that is offered by nobody."""
+SKEW_S = 60.0
+"""Between the clocks of an instance's hosts, and for a clock that was set."""
+OUTCOMES_MAX = 4_096
+"""Kept here, the newest; as many as a member keeps of its own."""
+PAGE = 1_000
+
+log = logging.getLogger(__name__)
+
+
+class Past:
+    """Reads the instance's facts when a request is offered again that this run does not know; `wall_s` is unix time."""
+
+    def __init__(self, bus: Bus, topics: Topics, instance: str, wall_s: Callable[[], float]) -> None:
+        self._bus = bus
+        self._subject = topics.facts(instance)
+        self._wall_s = wall_s
+        self._sequence: int | None = None
+        self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
+        self._reading = asyncio.Lock()
+
+    async def outcome(self, request_id: str) -> TransferOutcome | None:
+        """Return how a request ended, None where no run has recorded its end; BusError where nobody can tell now."""
+        async with self._reading:
+            if self._sequence is None:
+                self._sequence = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
+            await self._read_on(self._sequence)
+        return self._outcomes.get(request_id)
+
+    async def _read_on(self, sequence: int) -> None:
+        while True:
+            deliveries = await self._bus.history(self._subject, after_sequence=sequence, most=PAGE)
+            for delivery in deliveries:
+                self._note(delivery)
+                self._sequence = sequence = delivery.sequence
+            if len(deliveries) < PAGE:
+                return
+
+    def _note(self, delivery: Delivery) -> None:
+        for event in decode_all(delivery.data):
+            if isinstance(event, PeerError):
+                log.warning("message %d of the facts is unreadable: %s", delivery.sequence, event)
+            elif isinstance(event.body, TransferOutcome) and event.header.c:
+                self._outcomes[event.header.c] = event.body
+                if len(self._outcomes) > OUTCOMES_MAX:
+                    self._outcomes.popitem(last=False)
+
+    async def _begin(self, since_s: float) -> int:
+        """Return a sequence behind which everything of that time on stands: sought by halves, for facts are many."""
+        first = await self._one_after(0)
+        if first is None or _told_at(first) >= since_s:
+            return 0
+        low, step = first.sequence, 1
+        while (found := await self._one_after(low + step)) is not None and _told_at(found) < since_s:
+            low, step = found.sequence, 2 * step
+        high = low + step
+        while high - low > PAGE:
+            middle = (low + high) // 2
+            found = await self._one_after(middle)
+            if found is not None and _told_at(found) < since_s:
+                low = found.sequence
+            else:
+                high = middle
+        return low
+
+    async def _one_after(self, sequence: int) -> Delivery | None:
+        found = await self._bus.history(self._subject, after_sequence=sequence, most=1)
+        return found[0] if found else None
+
+
+def _told_at(delivery: Delivery) -> float:
+    try:
+        return decode(delivery.data).header.t / 1e9
+    except PeerError:
+        return 0.0

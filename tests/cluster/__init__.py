@@ -1,0 +1,1 @@
+"""The stories of compose/, run on real containers: `python -m tests.cluster`."""

@@ -1,0 +1,202 @@
+"""What every story does: ask for transfers, count how they end, compare answers, await that all came home, audit."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from subprocess import Popen
+
+from kvbus.commands.common import EXIT_CONFIG
+from kvbus.engines.toy import ToyEngine, ToyOptions
+from tests.cluster.stack import COMMAND_S, Document, Stack, StackError, document
+from tests.cluster.table import Row
+from tests.waiting import wait_until
+
+BLOCK = ToyOptions().block_tokens
+ANSWER_TOKENS = 4
+"""As many as inside.py asks for."""
+HEALTHY_S = 60.0
+"""A worker registers within seconds; a machine with two busy cores may take ten times that."""
+REST_S = 120.0
+"""The longest that a lease may stay out after a fault: a budget of 60 s, then releases that are repeated each 10 s."""
+OWED = (
+    "pages_writing",
+    "pages_quarantined",
+    "leases_held",
+    "leases_retained",
+    "releases_unconfirmed",
+    "transfers_running",
+    "inflight",
+)
+"""The counters that are 0 while nothing is going on."""
+BUDGET_S = 60
+"""For each transfer: a request whose destination died is offered again after 10 s, and a container starts for some."""
+TRIES = 3
+"""An election among brokers takes less than the 5 s for which a command waits, or on a busy machine some more."""
+RAN_ANEW = "has run anew since"
+"""The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
+MOVING_S = 30.0
+"""From the request to the first moved page: the source computes the prompt first."""
+
+
+def prompt(blocks: int) -> str:
+    """Return a text that nobody asked about before: so many whole blocks, and a few letters more."""
+    pick = random.SystemRandom()
+    return "".join(pick.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(blocks * BLOCK + 3))
+
+
+def expected(text: str) -> list[int]:
+    """Return the tokens that follow, computed here by an engine that never saw a page."""
+    engine = ToyEngine(ToyOptions())
+    run = engine.resume(engine.tokenize(text), [], lambda: False)
+    return [token for _ in range(ANSWER_TOKENS) if (token := run.next_token()) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request on its way: the words of the command, and the process that runs it."""
+
+    words: tuple[str, ...]
+    process: "Popen[str]"
+
+
+def _out(audit: Document) -> list[Document]:
+    """Return the leases that are still out at members that run, as an audit tells them."""
+    return [one for one in audit["out"] if RAN_ANEW not in one["why"]]
+
+
+class Actors:
+    """The people of one story; everything that they see goes into its row."""
+
+    def __init__(self, stack: Stack, row: Row) -> None:
+        self.stack = stack
+        self.row = row
+
+    # ------------------------------------------------------------------------------------------------------ transfers
+
+    def ask(self, source: str, destination: str, text: str) -> Asked:
+        """Ask for a transfer, and return at once."""
+        words = ("stage", "--from", source, "--to", destination, "--budget", str(BUDGET_S), text)
+        return Asked(words, self.stack.start_kvbus(*words))
+
+    def await_end(self, asked: Asked) -> str:
+        """Await how a transfer ended, count it, and return the word for it.
+
+        Who is told at once that the broker does not answer asks again, as a person would: nothing was asked for yet.
+        """
+        self.row.transfers += 1
+        try:
+            return self._count(self._answer(asked))
+        except StackError as error:
+            self.row.lost += 1
+            self.row.problems.append(f"a transfer ended with no word: {error}")
+            return "lost"
+
+    def _answer(self, asked: Asked) -> Document:
+        process = asked.process
+        for _ in range(TRIES - 1):
+            try:
+                return document(process, COMMAND_S)
+            except StackError as error:
+                if error.status != EXIT_CONFIG:
+                    raise
+                self.row.notes.append(f"asked again, after {error}")
+                process = self.stack.start_kvbus(*asked.words)
+        return document(process, COMMAND_S)
+
+    def _count(self, told: Document) -> str:
+        outcome = told["outcome"]
+        if outcome is None:
+            self.row.lost += 1
+            self.row.problems.append(f"{told['verdict']}: {told['reason']}, and no outcome")
+            return "lost"
+        self.row.evidence += outcome["evidence"]
+        if outcome["outcome"] == "settled":
+            self.row.settled += 1
+        elif outcome["failure"] and outcome["evidence"]:
+            self.row.failed += 1
+            self.row.notes.append(f"{outcome['failure']}: {outcome['reason']} ({', '.join(outcome['evidence'])})")
+        else:
+            self.row.lost += 1
+            self.row.problems.append(f"{outcome['outcome']} {outcome['failure']} {outcome['reason']}, no evidence")
+        return str(outcome["outcome"])
+
+    def transfer(self, source: str, destination: str, text: str) -> str:
+        """Ask for a transfer and await its end."""
+        return self.await_end(self.ask(source, destination, text))
+
+    def until_moving(self, destination: str, asked_before: int) -> None:
+        """Return once a destination reads pages for one transfer more than the `orders` that it had before."""
+        self._until(lambda: self.orders(destination) > asked_before, MOVING_S, f"{destination} reads pages")
+
+    def orders(self, destination: str) -> int:
+        """Return how many orders to read pages this destination gave to UCX so far."""
+        return int(self.stack.ask(destination, "counters")["ucx_submissions"])
+
+    # ------------------------------------------------------------------------------------------------------- answers
+
+    def compare(self, service: str, text: str, *, from_pages: bool) -> None:
+        """Ask an instance about a prompt, and compare its answer with the engine's own."""
+        answer = self.stack.ask(service, "answer", text)
+        self.row.answers += 1
+        self.row.wrong += answer["tokens"] != expected(text)
+        if from_pages:
+            held = answer["cached_tokens"]
+            self.row.check(held, f"{service} answered without a page, although its transfer had settled")
+
+    # ------------------------------------------------------------------------------------------------------- waiting
+
+    def until_healthy(self, services: Sequence[str]) -> None:
+        """Return once the health checks of these containers say so."""
+        for service in services:
+            self._until(partial(self._is_healthy, service), HEALTHY_S, f"{service} is healthy")
+
+    def until_home(self, services: Sequence[str]) -> None:
+        """Await that nothing is out at these workers, and count what stays out as leaked."""
+        for service in services:
+            try:
+                self._until(partial(self._is_home, service), REST_S, f"{service} has all pages home")
+            except AssertionError:
+                owed = self._owed(service)
+                self.row.leaked += sum(owed.values())
+                self.row.problems.append(f"{service} still owes {owed}")
+
+    def judge(self) -> None:
+        """Have kvbus audit what the broker holds; what is still out counts as leaked."""
+        verdict = self.stack.kvbus("audit")
+        self.row.audit = verdict["verdict"]
+        self.row.leaked += len(_out(verdict))
+
+    def check_kept(self, lender: str, reader: str) -> None:
+        """Check that a lender keeps what a silent reader may still read, and that the audit names it."""
+        held = self.stack.ask(lender, "counters")["leases_held"]
+        self.row.check(held == 1, f"{lender} holds {held} leases, expected that of {reader} and no other")
+        out = _out(self.stack.kvbus("audit"))
+        holders = [one["lease"]["instance"] for one in out]
+        self.row.check(holders == [lender], f"the audit names leases of {holders} as out, expected one of {lender}")
+        self.row.notes += [
+            f"kept by {lender}: {one['direction']} {len(one['pages'])} pages, {one['why']}" for one in out
+        ]
+
+    def _is_healthy(self, service: str) -> bool:
+        return self.stack.health(service) == "healthy"
+
+    def _is_home(self, service: str) -> bool:
+        return not self._owed(service)
+
+    def _owed(self, service: str) -> dict[str, int]:
+        counters = self.stack.ask(service, "counters")
+        pages = {"pages_away": counters["pages"] - counters["pages_free"] - counters["pages_cached"]}
+        return {name: int(n) for name, n in ({k: counters[k] for k in OWED} | pages).items() if n}
+
+    @staticmethod
+    def _until(holds: Callable[[], object], wait_s: float, what: str) -> None:
+        """As `wait_until`, but a container that does not answer yet is no end of the waiting."""
+
+        def asked() -> object:
+            try:
+                return holds()
+            except StackError:
+                return False
+
+        wait_until(asked, wait_s, what)

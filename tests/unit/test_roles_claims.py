@@ -1,0 +1,202 @@
+"""A member speaks about a delivery of the queue only while no other can have been made, and only while it leads."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvbus.broker import EmbeddedBroker
+from kvbus.bus import NatsBus
+from kvbus.bus_assets import EMBEDDED, WorkLimits
+from kvbus.roles.claims import CLAIM_S, KEEP_S, Claim
+from kvbus.roles.intake import OFFERS_MAX, Intake
+from kvbus.roles.recorder import Recorder
+from kvbus.testing.bus import MemoryBroker
+from kvbus.topics import Topics
+from kvbus.transport import Bus, NotStored, Stored, Work
+from tests.waiting import until
+
+TOPICS = Topics()
+SUBJECT = TOPICS.transfer("b", "0" * 32)
+WORK = WorkLimits(ack_wait_s=1.0)
+
+
+@pytest.fixture(params=["nats", "memory"])
+async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
+    """A bus whose queue offers a request again after a second."""
+    if request.param == "memory":
+        yield MemoryBroker(work=WORK).connect()
+        return
+    async with EmbeddedBroker.started(tmp_path / "broker") as broker:
+        made = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED, work=WORK)
+        await made.ensure_assets()
+        yield made
+        await made.close()
+
+
+class Clock:
+    """A member's own clock, as it would go."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def take(bus: Bus, wait_s: float = 10.0) -> Work:
+    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=wait_s)
+    return work
+
+
+async def is_queued(bus: Bus) -> bool:
+    return await bus.queued(TOPICS.transfer_filter("b")) == 1
+
+
+async def claimed(bus: Bus) -> tuple[Claim, Clock]:
+    assert isinstance(await bus.store(SUBJECT, b"x", message_id="x"), Stored)
+    clock = Clock()
+    return Claim(await take(bus), clock, clock()), clock
+
+
+async def test_a_claim_that_stands_takes_its_request_off_the_queue(bus: Bus) -> None:
+    claim, clock = await claimed(bus)
+    clock.now += CLAIM_S - 0.1
+    await claim.finish()
+    assert not await is_queued(bus)
+    assert isinstance(await bus.store(SUBJECT, b"y", message_id="y"), Stored)
+
+
+# P20
+@pytest.mark.contract("P20")
+async def test_a_claim_that_may_be_anothers_says_nothing_and_the_request_stays_with_its_next_holder(bus: Bus) -> None:
+    claim, clock = await claimed(bus)
+    second = await take(bus)  # nothing was said for a second: the broker has made another delivery
+    assert second.attempt == 2
+    clock.now += CLAIM_S
+    assert not claim.stands
+    await claim.keep()
+    await claim.finish()
+    await claim.give_back()
+    assert await is_queued(bus)
+    assert await bus.store(SUBJECT, b"y", message_id="y") == NotStored("pending")
+    await second.finish()
+    assert not await is_queued(bus)
+
+
+# P20
+async def test_the_queue_itself_would_take_the_stale_word(bus: Bus) -> None:
+    """Why a claim has to end by itself: the broker asks nobody which delivery a word is about."""
+    claim, _ = await claimed(bus)
+    await take(bus)
+    await claim.work.finish()
+    assert not await is_queued(bus)
+
+
+async def test_a_sign_of_life_lengthens_a_claim_from_when_it_was_sent(bus: Bus) -> None:
+    claim, clock = await claimed(bus)
+    clock.now += KEEP_S
+    await claim.keep()
+    stood = []
+    for step_s in (CLAIM_S - 0.1, 0.2):
+        clock.now += step_s
+        stood.append(claim.stands)
+    await claim.keep()  # too late: another may hold it
+    assert [*stood, claim.stands] == [True, False, False]
+
+
+async def test_a_sign_of_life_that_the_broker_does_not_confirm_lengthens_nothing(
+    broker: EmbeddedBroker,
+) -> None:
+    bus = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED, work=WORK)
+    await bus.ensure_assets()
+    claim, clock = await claimed(bus)
+    broker.kill()
+    await until(lambda: not bus.health().connected)
+    clock.now += KEEP_S
+    await claim.keep()
+    await claim.finish()  # neither does it raise, nor is it heard
+    clock.now += CLAIM_S - KEEP_S
+    assert not claim.stands
+    await broker.start()
+    await until(lambda: bus.health().connected)
+    assert await is_queued(bus)
+    assert (await take(bus)).attempt == 2
+    await bus.close()
+
+
+@pytest.fixture
+async def patient(broker: EmbeddedBroker) -> AsyncIterator[NatsBus]:
+    """A bus whose queue waits ten seconds before it offers a request again by itself."""
+    made = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED)
+    await made.ensure_assets()
+    yield made
+    await made.close()
+
+
+async def test_a_request_that_is_given_back_is_offered_again_long_before_its_time(patient: NatsBus) -> None:
+    claim, _ = await claimed(patient)
+    await claim.give_back()
+    assert (await take(patient, wait_s=5)).attempt == 2
+
+
+class Leading:
+    """A member that leads when it asks for requests, and does not any more when they come."""
+
+    def __init__(self) -> None:
+        self.leading = asyncio.Event()
+        self.leading.set()
+
+
+# P20
+async def test_a_member_that_lost_its_lead_gives_back_what_it_took_and_says_nothing(patient: NatsBus) -> None:
+    recorder = Recorder(bus=patient, topics=TOPICS, instance="b", member="m0", epoch=1, unix_ns=lambda: 1)
+    leads = Leading()
+    parts = {"destination": None, "source": None, "portrait": None}  # whoever asks one of them fails
+    intake = Intake(
+        bus=patient, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict, leads=leads,
+        **parts,  # type: ignore[arg-type]
+    )  # fmt: skip
+    await intake._until_leading(leads)
+    taking = asyncio.create_task(intake.consume())
+    await asyncio.wait({taking}, timeout=0.2)  # it waits for the queue
+    leads.leading.clear()
+    assert isinstance(await patient.store(SUBJECT, b"x", message_id="x"), Stored)
+
+    again = await take(patient, wait_s=8)  # as whoever leads now does; the first one stands back
+
+    assert again.attempt == 2
+    assert intake.statistics.requests == 0
+    assert recorder.queued_bytes == 0
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await intake.close()
+
+
+# P23
+async def test_offers_that_a_run_lived_to_see_do_not_count_against_a_request() -> None:
+    """A transfer that runs for long through many outages is offered again and again, to the run that brings it."""
+    bus = MemoryBroker().connect()
+    recorder = Recorder(bus=bus, topics=TOPICS, instance="b", member="m0", epoch=1, unix_ns=lambda: 1)
+    parts = {"destination": None, "source": None, "portrait": None}
+    intake = Intake(
+        bus=bus, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict,
+        **parts,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert isinstance(await bus.store(SUBJECT, b"x", message_id="x"), Stored)
+    deadly: list[bool] = []
+    for offer in range(1, 3 * OFFERS_MAX):
+        work = await take(bus)
+        assert work.attempt == offer
+        deadly.append(intake._is_deadly(work))
+        if offer >= 3:  # until then other runs took it
+            intake._note_offer(work)
+        await work.give_back(0.0)
+    assert not any(deadly)
+    stranger = Intake(
+        bus=bus, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict,
+        **parts,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert stranger._is_deadly(await take(bus))  # a run that has not seen it yet leaves it alone
+    await bus.close()
