@@ -192,6 +192,7 @@ class TransferStep(Body):
 class LendRequested(Body):
     """A destination asks a source to lend pages by name. `tokens` travel so that a source may prefill on a miss.
 
+    `network`: the reader's network namespace, which tells whether a loopback address leads from there to its source.
     Any run of the source but `source_epoch` refuses. `nonce`, the reader's secret, ends the lease, seen grant or not.
     """
 
@@ -209,6 +210,7 @@ class LendRequested(Body):
     process: ProcessIdentity
     source_epoch: Epoch | None = None
     transports: tuple[str, ...] = Field(strict=False)
+    network: Count | None = None
 
 
 class LendAnswered(Body):

@@ -19,6 +19,7 @@ WATCHES_MAX = 512
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def identity(pid: int | None = None) -> ProcessIdentity:
@@ -37,6 +38,18 @@ def identity(pid: int | None = None) -> ProcessIdentity:
 def same_host(other: ProcessIdentity) -> bool:
     """Tell whether that pid means the same process here: same boot of the same kernel, same pid namespace."""
     return (other.boot_id, other.pid_namespace) == _host()
+
+
+def network_namespace() -> int:
+    """Return the number of this process's network namespace: unique on a host, as long as the namespace lives."""
+    return _NETWORK_NAMESPACE.stat().st_ino
+
+
+def same_loopback(other: ProcessIdentity, network: int | None) -> bool:
+    """Tell whether our loopback is that process's; where its network namespace is not known, whether its host is."""
+    if network is None:
+        return same_host(other)
+    return (other.boot_id, network) == (_host()[0], network_namespace())
 
 
 def start_ticks(pid: int) -> int | None:

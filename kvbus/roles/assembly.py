@@ -23,7 +23,7 @@ from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Backend, Containment, Direction
 from kvbus.pool.digests import DigestMode
 from kvbus.pool.layout import PageLayout
-from kvbus.processes import ProcessWatch, identity
+from kvbus.processes import ProcessWatch, identity, network_namespace
 from kvbus.roles.asking import Asker
 from kvbus.roles.cache_desk import CacheDesk
 from kvbus.roles.council import InstanceCouncil, Place
@@ -330,6 +330,7 @@ def _reader_side(
         member=settings.member,
         epoch=base.epoch,
         process=identity(),
+        network=network_namespace(),
         binding=settings.backend,
         transports=moving.transports,
         pool=pool,

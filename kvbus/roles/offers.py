@@ -3,13 +3,14 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from kvbus.dataplane.socket_server import SocketPlace
 from kvbus.dataplane.socket_wire import SECRET_BYTES
 from kvbus.events import LendRequested, ReaderKey
 from kvbus.grants import MemoryAccess, SocketAccess, UcxAccess
 from kvbus.ledger.lending import Key
-from kvbus.processes import same_host
+from kvbus.processes import same_host, same_loopback
 
 CHECKED_TRANSPORTS = frozenset({"ucx", "memory", "socket"})
 """All read by `dataplane.reading.plan`, into host memory, and compare generations after reading (P2)."""
@@ -45,6 +46,8 @@ class PoolAccess:
         place = self.socket if "socket" in asked.transports else None
         memory = self.memory if "memory" in asked.transports else None
         ucx = self.ucx if "ucx" in asked.transports and self.ucx_works() else None
+        if place is not None and _on_loopback(place) and not same_loopback(asked.process, asked.network):
+            place = None  # it would lead a reader to whatever listens there on its own host
         if place is not None and not same_host(asked.process):
             memory = None  # the pool's descriptor means nothing there; left out, it keeps the lease closable
             ucx = None if self.ucx_is_local else ucx
@@ -76,6 +79,10 @@ class Offer:
 
 def _socket_access(place: SocketPlace) -> SocketAccess:
     return SocketAccess(addresses=place.addresses, port=place.port, secret=secrets.token_bytes(SECRET_BYTES))
+
+
+def _on_loopback(place: SocketPlace) -> bool:
+    return all(ip_address(address).is_loopback for address in place.addresses)
 
 
 def looks(asked: LendRequested) -> bool:

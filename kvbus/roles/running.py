@@ -94,6 +94,7 @@ class ReaderSide:
     found: Callable[[int], Found] = lambda _ticket: Found()
     """By ticket: what its order found of the source's pages; told once."""
     group: TransferGroup | None = None
+    network: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,7 @@ class Running:
             process=side.process,
             source_epoch=self._source().epoch,
             transports=side.transports,
+            network=side.network,
         )
         self._step("asking", f"{request.source} for {len(self.missing)} blocks, on_miss {request.on_miss}")
         answer = await side.asker.ask(

@@ -11,7 +11,7 @@ from kvbus.config import WorkerSettings, checked_settings
 from kvbus.errors import BackendError, ConfigError
 from kvbus.events import LendRequested
 from kvbus.grants import UcxAccess
-from kvbus.processes import identity
+from kvbus.processes import identity, network_namespace
 from kvbus.roles.counting import way_counters
 from kvbus.roles.offers import PoolAccess
 from kvbus.roles.poolside import PoolSide
@@ -107,7 +107,8 @@ def test_each_lease_gets_a_secret_of_its_own_and_only_what_was_asked_for(tmp_pat
 
 
 def test_a_reader_of_another_host_is_offered_nothing_that_keeps_its_lease_from_being_closed(tmp_path: Path) -> None:
-    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+    reached_at = ("192.0.2.7",)
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0", socket_advertise=reached_at) as moving:
         offer = moving.access.offer(question("ucx", "memory", "socket", here=False))
         assert (offer.memory, offer.by_socket_only) == (None, True)
         own = moving.access
@@ -118,6 +119,18 @@ def test_a_reader_of_another_host_is_offered_nothing_that_keeps_its_lease_from_b
     assert looped.offer(question("ucx", "socket")).ucx is UCX
     without = PoolAccess(ucx=None, memory=moving.access.memory).offer(question("memory", here=False))
     assert without.memory is not None  # whether it can be reached is its reader's to find out
+
+
+def test_a_page_server_on_loopback_is_offered_to_nobody_elsewhere(tmp_path: Path) -> None:
+    """It would lead a reader to whatever listens on that port of its own host."""
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+        assert moving.access.offer(question("socket", here=False)).socket is None
+        assert moving.access.offer(question("socket")).socket is not None
+        apart = identity().model_copy(update={"pid_namespace": 1})
+        same_pod = question("socket").model_copy(update={"process": apart, "network": network_namespace()})
+        assert moving.access.offer(same_pod).socket is not None
+        other_pod = same_pod.model_copy(update={"network": network_namespace() + 1})
+        assert moving.access.offer(other_pod).socket is None
 
 
 @pytest.mark.parametrize("values", [
