@@ -7,6 +7,7 @@ everything whose mismatch could give wrong bytes. Equal names mean interchangeab
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 NAME_LENGTH_BYTES = 16
 """128 bits: with 2**40 pages ever named, the chance of one collision is about 2**-49."""
@@ -19,6 +20,7 @@ _NONCE_BITS = 32
 EPOCH_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
 
 
+@lru_cache(maxsize=4_096, typed=True)  # one for each layout and salt in use, asked for with every prompt
 def namespace_digest(**parts: str | int) -> bytes:
     """Return the digest of a namespace: model digest, dtype, layout, block size, rank slice, LoRA, cache salt…
 

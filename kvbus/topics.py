@@ -80,6 +80,7 @@ def escape(name: str) -> str:
     return token
 
 
+@lru_cache(maxsize=4_096)
 def unescape(token: str) -> str:
     """Return the name that a token stands for; PeerError where no call of `escape` gives that token."""
     if len(token) > TOKEN_LENGTH_MAX_BYTES or not _ESCAPED.fullmatch(token):

@@ -297,8 +297,8 @@ class SimBroker:
         """Requests that wait, in all queues."""
         return len(self._pending)
 
-    def waiting(self, destination: str) -> int:
-        """Return how many requests wait for an instance."""
+    def queued_for(self, destination: str) -> int:
+        """Return how many requests the queue holds for an instance: those that wait, and those that run."""
         return len(self._queue.get(self.topics.transfer_filter(destination), ()))
 
     def await_work(self, queue: str) -> "asyncio.Future[None]":

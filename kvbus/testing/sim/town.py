@@ -127,8 +127,8 @@ class Town:
             if parts is not None and (parts.council is None or parts.council.leads):
                 hears = member.bus.connected and not member.leaving
                 in_time = member.wall_offset_s < LATE_S  # by its own clock
-                queued = self.broker.waiting(instance)
-                return hears and in_time and parts.gate.inflight + queued < self.settings.inflight_max
+                busy = max(parts.gate.inflight, self.broker.queued_for(instance))
+                return hears and in_time and busy < self.settings.inflight_max
         return False
 
 
