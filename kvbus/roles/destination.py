@@ -377,7 +377,7 @@ class Destination:
             return
         running.concluded = True
         outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
-        if running.transfer.failure is FailureClass.PEER_LOST:
+        if outcome.outcome not in SETTLED:  # another run of the source may stand in the registry by now
             self._sources.forget(running.transfer.source)
         self._gate.ended(running.request.request_hash, settled=outcome.outcome in SETTLED)
         self.results.conclude(outcome, running.request)

@@ -4,6 +4,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 
 from kvbus.codec import pack
 from kvbus.engines.toy import ToyEngine
@@ -14,13 +15,15 @@ from kvbus.parts import Body
 from kvbus.pool.lender import PoolLender, lender_over
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import identity
-from kvbus.roles.registry import registry_key
+from kvbus.roles.registry import REMEMBERED_S, registry_key
 from kvbus.topics import Command
 from kvbus.transport import BUCKET_INSTANCES, Delivery
 from tests.flow.town import FAST, TOPICS, Town
+from tests.waiting import until
 
 FAKE = "fake"
 PAGES = 16
+_left_at = [-REMEMBERED_S]
 
 
 @dataclass(slots=True)
@@ -137,7 +140,8 @@ def names_of(asked: LendRequested) -> tuple[bytes, ...]:
 
 @asynccontextmanager
 async def fake_source(town: Town) -> AsyncIterator[FakeSource]:
-    """Listen as `fake`, with a pool of the toy's layout in this process."""
+    """Listen as `fake`, with a pool of the toy's layout in this process; no process restarts as quickly as fakes do."""
+    await until(lambda: monotonic() - _left_at[0] > REMEMBERED_S, what="readers have forgotten the fake before this")
     engine = ToyEngine.load(FAST)
     epoch = epoch_from(1, random.SystemRandom().randrange(1 << 32))  # one pool each: no reader may mix them up
     memory = PoolMemory.create(engine.describe().layout, PAGES, epoch)
@@ -148,3 +152,4 @@ async def fake_source(town: Town) -> AsyncIterator[FakeSource]:
     finally:
         await subscription.close()
         memory.close()
+        _left_at[0] = monotonic()
