@@ -343,7 +343,7 @@ def record_of(files: Sequence[Path]) -> Record:
     for _, subject, data in heapq.merge(*map(_frames, files), key=lambda frame: frame[0]):
         family = Family.FACTS if ".facts." in subject else Family.SETTLE
         numbers[family] += 1
-        record.stored.append(Stored(family, numbers[family], subject, data))
+        record.stored += Stored(family, numbers[family], subject, data).events()
     return record
 
 
