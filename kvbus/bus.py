@@ -319,7 +319,8 @@ class NatsBus(StreamCalls):
         opening = True
 
         async def on_error(error: Exception) -> None:
-            last[:] = [error]
+            if not last or not guards.is_of_tls(last[0]):  # which a broken pipe may follow, and says nothing
+                last[:] = [error]
             if (what := self._denials.heard(error)) is not None:
                 self._tally.complain(f"denied_{what[0]}", error)
                 self._routes.note_denied(*what)

@@ -48,11 +48,16 @@ def check_version(found: tuple[int, int], where: str) -> None:
         )
 
 
+def is_of_tls(error: BaseException) -> bool:
+    """Return whether two sides did not agree on TLS."""
+    return isinstance(error, ssl.SSLError) or "ssl" in str(error)
+
+
 def unreachable(where: str, error: BaseException, *, credentials: bool) -> BusError:
     """Return what to tell a person whose broker does not answer, or refused the credentials."""
     if credentials:
         return refused(where, error)
-    if isinstance(error, ssl.SSLError) or "ssl" in str(error):
+    if is_of_tls(error):
         return BusError(
             "no TLS with this broker: give the authority that signed its certificate with --tls-ca, and --tls-cert "
             "and --tls-key where it asks for yours; none of them where it speaks without TLS",

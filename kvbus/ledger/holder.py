@@ -118,9 +118,9 @@ class LeaseHolder:
 
     def abandon(self, ticket: int, failure: FailureClass, text: str) -> None:
         """Give a lease up for good: a later result does not count (contract 4); memory still waits for its evidence."""
-        held = self._known(ticket, "abandon")
-        if not held.bits & Fact.ABANDONED:
+        if not (held := self._known(ticket, "abandon")).bits & Fact.ABANDONED:
             held.bits |= Fact.ABANDONED
+            self._touch(held)  # also where a result was there already: others decide by it (P11)
             if held.attempt_open:
                 self._cancel_once(held)
             self._fail(held, failure, text)

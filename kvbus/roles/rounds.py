@@ -124,9 +124,10 @@ class Rounds:
         self.statistics.lines += len(facts.tickets)
         tickets: list[int] = []
         for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
-            if bits & (Fact.RETURNED | Fact.SETTLED):
-                continue
+            # Also what goes back at a shutdown without the others: a share that was given up is promised no more (P11).
             if self.group is not None and self.group.note(ticket, bits, lo, hi):
+                continue
+            if bits & (Fact.RETURNED | Fact.SETTLED):
                 continue
             party_key = (self._member, self._epoch, ticket)
             decision = self.agreement.report(party_key, bits, lo=lo, hi=hi)

@@ -62,7 +62,7 @@ def test_a_tiny_run_measures_every_case_for_every_contestant(document: Any) -> N
 def test_a_document_says_where_it_was_made_and_how_the_targets_stand(document: Any) -> None:  # noqa: ANN401
     assert document["benchmark"] == "dataplane"
     assert set(document["host"]) == {"cores", "kernel", "python", "load_before", "load_after"}
-    assert document["ucx_lanes"]["kvbus"]
+    assert document["ucx_lanes"]["kvbus-ucx"]
     whats = [target["what"] for target in document["targets"]]
     assert whats == ["64 KiB: share of process_vm_readv", "1 page of 64 KiB, lease request to delivered, ms p50"]
     for target in document["targets"]:

@@ -163,9 +163,7 @@ class Member:
         parts.destination.stop(f"{self.instance} is shutting down")
         await self._until(lambda: not parts.destination.running and not parts.lending.statistics().lent)
         await parts.asker.flush(FLUSH_S)
-        holder = parts.rounds.holder
-        holder.shutdown(0.0)
-        await self._until(lambda: holder.shutdown(0.0).complete)
+        await self._until(lambda: _is_shut(parts))
         parts.rounds.run()
         await parts.asker.flush(FLUSH_S)
         await parts.asker.close()
@@ -205,3 +203,10 @@ class Member:
 
     def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
         self.truth.loop.spawn(self.actor, work, name)
+
+
+def _is_shut(parts: Parts) -> bool:
+    """Do one pass towards the end, and tell at once what was given up: others decide by it (P11)."""
+    complete = parts.rounds.holder.shutdown(0.0).complete
+    parts.rounds.run()
+    return complete
