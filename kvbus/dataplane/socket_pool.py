@@ -14,7 +14,6 @@ from kvbus.pool.generations import RECORD_BYTES
 from kvbus.pool.memory import PoolMemory
 
 WORDS = RECORD_BYTES // 8
-_ALL_ONES = np.uint64((1 << 64) - 1)
 
 Pages = NDArray[np.int64]
 Column = NDArray[np.uint64]
@@ -56,11 +55,3 @@ class PoolBytes:
     def records(self, pages: Pages) -> Column:
         """Return a copy of the pages' generation records as they are now, one row each."""
         return self._records.take(pages, axis=0)
-
-
-def expected_records(epoch: int, counters: Column) -> Column:
-    """Return the only records that pages may have under these counters, complements included."""
-    records = np.empty((len(counters), WORDS), dtype=np.uint64)
-    records[:, 0], records[:, 1] = epoch, counters
-    records[:, 2:] = records[:, :2] ^ _ALL_ONES
-    return records

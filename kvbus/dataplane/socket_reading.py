@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbus.dataplane import socket_wire as wire
+from kvbus.dataplane.cutting import expected_records
 from kvbus.dataplane.reader import Progress
 from kvbus.dataplane.reading import SEGMENT_ROWS_MAX, Segment
 from kvbus.dataplane.socket_calls import Places
-from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes, expected_records
+from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes
 from kvbus.ledger.facts import FailureClass
 
 BLOCK_BYTES = 16 << 20

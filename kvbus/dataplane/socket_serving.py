@@ -17,8 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from kvbus.dataplane import socket_wire as wire
+from kvbus.dataplane.cutting import expected_records
 from kvbus.dataplane.socket_calls import Places, Ranges
-from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes, expected_records
+from kvbus.dataplane.socket_pool import WORDS, Column, Pages, PoolBytes
 from kvbus.dataplane.socket_wire import Header, Kind, State, Status, Why
 
 RECEIVE_BYTES = 64 << 10
