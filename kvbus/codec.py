@@ -19,15 +19,23 @@ _STRINGS = frozenset({str})
 
 def pack(document: dict[str, object], plain: Callable[[object], object] | None = None) -> bytes:
     """Return the msgpack bytes of one map; `plain` says what stands for a value that msgpack does not know."""
-    return cast("bytes", msgpack.packb(document, default=plain, use_bin_type=True))
+    return cast("bytes", msgpack.Packer(default=plain, use_bin_type=True).pack(document))
 
 
 def unpack(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_MAX_BYTES) -> dict[str, object]:
     """Return the map that the bytes hold; PeerError if they are too long, malformed, or not a map with string keys."""
+    document = unpack_any(data, length_max_bytes=length_max_bytes)
+    if not isinstance(document, dict):
+        raise PeerError("message must be a msgpack map", got=type(document).__name__)
+    return document
+
+
+def unpack_any(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_MAX_BYTES) -> object:
+    """Return what the bytes hold, for formats of others that are no map; else as strict as `unpack`."""
     if len(data) > length_max_bytes:
         raise PeerError("message is too long", length_bytes=len(data), length_max_bytes=length_max_bytes)
     try:
-        document = msgpack.unpackb(
+        document: object = msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
@@ -39,8 +47,6 @@ def unpack(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_M
         raise
     except (ValueError, TypeError, RecursionError) as error:  # msgpack's own errors all derive from ValueError
         raise PeerError("message is not valid msgpack", reason=str(error)[:200]) from error
-    if not isinstance(document, dict):
-        raise PeerError("message must be a msgpack map", got=type(document).__name__)
     return document
 
 

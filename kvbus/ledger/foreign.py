@@ -83,11 +83,15 @@ class Foreign:
 
     def progress(self, lender: Lender) -> Sequence[int]:
         """Let a lender advance and return the leases that it names; the domain stopped where it names anything else."""
-        said = self.call_lender(lender, "progress", lambda: tuple(lender.progress() or ()))
+        try:
+            said = tuple(lender.progress() or ())
+        except Exception as error:  # noqa: BLE001 - foreign code, contained to its domain
+            self.stop_lender(lender.name, f"progress raised {error!r}")
+            return ()
         if said and not set(map(type, said)) <= _INT:
             self._no_answer(lender, "progress", said)
             return ()
-        return said or ()
+        return said
 
     def poll(self, lease: Lease) -> LeaseView | LeaseFailure | None:
         """Return a lease's view, or why there is none; None while it waits, or with the domain stopped."""

@@ -150,7 +150,9 @@ class LeaseHolder:
         """Return the facts of everything that changed since the last call; an idle call asks each backend once."""
         foreign = self._foreign
         for binding in foreign.bindings.values():
-            self._hear(binding)
+            if not binding.hold_released:
+                for change in foreign.hear(binding):
+                    self._observe(binding, change)
         if not self.has_news:
             return LeaseFacts()
         facts = batch_of(self._changed.values(), foreign.details, self._rows)
@@ -177,11 +179,12 @@ class LeaseHolder:
 
         Lenders named in `unsettled_lenders` are passed over: a decision about their pages is still being applied.
         """
+        foreign = self._foreign
         polls, self._to_poll = self._to_poll, []
-        for name, lender in self._foreign.lenders.items():
-            if name in unsettled_lenders or name in self._foreign.stopped_lenders:
+        for name, lender in foreign.lenders.items():
+            if name in unsettled_lenders or name in foreign.stopped_lenders:
                 continue
-            for lease_id in self._foreign.progress(lender):
+            for lease_id in foreign.progress(lender):
                 if (held := self._by_lease.get((name, lease_id))) is not None:
                     polls.append(held)
         for held in polls:
@@ -193,12 +196,13 @@ class LeaseHolder:
 
     def finish(self) -> None:
         """Return every lease whose conditions hold, and retire bindings that have stopped and retain nothing."""
+        foreign = self._foreign
         check, self._to_check = self._to_check, {}
         for held in check.values():
-            if held.returnable and held.ticket in self._held and held.lender not in self._foreign.stopped_lenders:
+            if held.returnable and held.ticket in self._held and held.lender not in foreign.stopped_lenders:
                 self._give_back(held)
         self._contain_stopped_lenders()
-        self._foreign.retire()
+        foreign.retire()
 
     def shutdown(self, budget_s: float) -> HolderShutdown:
         """Do one pass towards the end; repeatable, never raises, frees nothing without evidence (R15, contract 54–56).
@@ -216,7 +220,8 @@ class LeaseHolder:
             if not binding.hold_released:
                 backend = binding.backend
                 foreign.call(binding, "shutdown", lambda backend=backend: backend.shutdown(share_s))  # type: ignore[misc]
-                self._hear(binding)
+                for change in foreign.hear(binding):
+                    self._observe(binding, change)
         self.settle([ticket for ticket, held in self._held.items() if held.bits & Fact.ACCESS_ENDED])
         self.finish()
         open_bindings = tuple(name for name, binding in foreign.bindings.items() if not binding.hold_released)
@@ -304,11 +309,6 @@ class LeaseHolder:
             binding.submissions += 1
             self._rows.append(AttemptRow(held.ticket, 1, binding.name, held.peer))
             self._touch(held)
-
-    def _hear(self, binding: Binding) -> None:
-        if not binding.hold_released:
-            for change in self._foreign.hear(binding):
-                self._observe(binding, change)
 
     def _observe(self, binding: Binding, change: Change) -> None:
         """Take note of what a backend says of one of its attempts; an answer for another's advances nothing (44)."""

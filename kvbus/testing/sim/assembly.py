@@ -148,7 +148,6 @@ class Builder:
             results=Results(bus=place.bus, topics=place.topics, recorder=recorder),
             bus=place.bus,
             tokenizer=engine,
-            wall_s=place.wall_s,
         )
         rounds.follow(destination)
         portrait = Portrait(

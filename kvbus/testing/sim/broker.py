@@ -35,6 +35,7 @@ class Waiting:
     subject: str
     data: bytes
     message_id: str = ""
+    stored_at: float = 0.0
     attempts: int = 0
     offered_again_at: float = 0.0
 
@@ -211,7 +212,7 @@ class SimBroker:
             self._keep(subject, data)
         elif destination is not None:
             self._pending[subject] = log.head
-            waiting = Waiting(log.head, subject, data, message_id)
+            waiting = Waiting(log.head, subject, data, message_id, self.loop.time())
             self._queue.setdefault(destination, OrderedDict())[log.head] = waiting
             self.wake(destination)
         return Stored(log.head, duplicate=False)
@@ -299,7 +300,7 @@ class SimBroker:
 
     def queued_for(self, destination: str) -> int:
         """Return how many requests the queue holds for an instance: those that wait, and those that run."""
-        return len(self._queue.get(self.topics.transfer_filter(destination), ()))
+        return len(self._queue.get(f"{self._transfer_head}{escape(destination)}.*", ()))
 
     def await_work(self, queue: str) -> "asyncio.Future[None]":
         """Return a future that ends when the queue has something new."""

@@ -286,6 +286,7 @@ class _SimWork:
         self._bus = bus
         self._waiting = waiting
         self._attempt = waiting.attempts
+        self.waited_s = bus.broker.loop.time() - waiting.stored_at
         self._ended = False
 
     @property

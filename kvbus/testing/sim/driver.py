@@ -22,7 +22,7 @@ REGARDLESS = 0.98
 """Draws above it go to any instance, whether it has room or not, and name any other, or itself."""
 ANSWERS_A_REQUEST = 0.25
 """Prompts that engines answer for callers of their own, for each request: so many, however long transfers take."""
-NO_ROOM_PAUSES = 12
+NO_ROOM_PAUSES = 36
 """How much longer the requesters wait where nobody has room."""
 ON_MISS: tuple[OnMiss, ...] = ("prefill", "prefill", "prefill", "partial", "partial", "fail")
 BUDGETS_S = (0.3, 2.0, 5.0, 20.0)

@@ -91,7 +91,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ended = self._task_ended
         self._no_handle = SimHandle(_nothing, (), self, copy_context())
         self._on_fault = on_fault
-        self._now = 0.0
+        self.now = 0.0
+        """What `time()` returns, for those who ask at every step."""
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Actor]] = []
         self._active: list[Actor] = []
         self._sequence = 0
@@ -102,9 +103,27 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run(self, after_step: Callable[[Actor], bool]) -> None:
         """Run step by step until `after_step` says so, or nothing is left that could run."""
         events._set_running_loop(self)  # noqa: SLF001 - what asyncio's own loops do
+        active, draw = self._active, self._draw  # this is the innermost loop of every run
         try:
-            while self._run_one() and not after_step(self.current):
-                pass
+            while active or self._take_timers():
+                at = int(draw() * len(active))
+                actor = active[at]
+                ready = actor.ready
+                handle = ready.popleft()
+                if not ready:
+                    active[at] = active[-1]
+                    active.pop()
+                if not handle._cancelled:  # noqa: SLF001
+                    self.step += 1
+                    self.current = actor
+                    try:
+                        handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined] # noqa: SLF001
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
+                        self._on_fault(actor, f"callback {handle!r} let out {error!r}", error)
+                if after_step(self.current):
+                    break
         finally:
             events._set_running_loop(None)  # noqa: SLF001
 
@@ -114,33 +133,16 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.kill(actor)
         self._timers.clear()
 
-    def _run_one(self) -> bool:
-        while not self._active:
-            if not self._timers:
-                return False
-            self._take_timers()
-        active = self._active
-        at = int(self._draw() * len(active))
-        actor = active[at]
-        ready = actor.ready
-        handle = ready.popleft()
-        if not ready:
-            active[at] = active[-1]
-            active.pop()
-        if not handle._cancelled:  # noqa: SLF001
-            self.step += 1
-            self.current = actor
-            handle._run()  # noqa: SLF001
-        return True
-
-    def _take_timers(self) -> None:
-        """Jump to the next timer, and make ready all that are due then."""
+    def _take_timers(self) -> bool:
+        """Jump to the next timer, and make ready all that are due then; False where nothing can run any more."""
         timers = self._timers
-        self._now = max(self._now, timers[0][0])
-        while timers and timers[0][0] <= self._now:
-            _, _, handle, actor = heapq.heappop(timers)
-            if not handle.cancelled():
-                self._enqueue(actor, handle)
+        while timers and not self._active:
+            self.now = now = max(self.now, timers[0][0])
+            while timers and timers[0][0] <= now:
+                _, _, handle, actor = heapq.heappop(timers)
+                if not handle._cancelled:  # noqa: SLF001
+                    self._enqueue(actor, handle)
+        return bool(self._active)
 
     def _enqueue(self, actor: Actor, handle: asyncio.Handle) -> None:
         if not actor.alive:
@@ -190,7 +192,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         """Have an actor call something, now or later."""
         if delay_s > 0:
-            return self._set_timer(self._now + delay_s, callback, args, actor, actor.context)
+            return self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
         handle = SimHandle(callback, args, self, actor.context)
         self._enqueue(actor, handle)
         return handle
@@ -199,7 +201,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         """Return virtual seconds."""
-        return self._now
+        return self.now
 
     def call_soon(
         self, callback: Callable[..., object], *args: object, context: Context | None = None
@@ -227,8 +229,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See asyncio."""
         if context is None:
-            return self._set_timer(self._now + delay, callback, args, self.current, copy_context())
-        return self._set_timer(self._now + delay, callback, args, context.get(_ACTOR, self._world), context)
+            return self._set_timer(self.now + delay, callback, args, self.current, copy_context())
+        return self._set_timer(self.now + delay, callback, args, context.get(_ACTOR, self._world), context)
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None

@@ -160,6 +160,7 @@ class Member:
     async def _leave(self, parts: Parts, and_then: Callable[[], None]) -> None:
         """End as the worker does: stop taking, wait bounded, shut the holder, tell, and be gone."""
         parts.source.stop_lending()
+        await parts.intake.rest()
         parts.destination.stop(f"{self.instance} is shutting down")
         await self._until(lambda: not parts.destination.running and not parts.lending.statistics().lent)
         await parts.asker.flush(FLUSH_S)

@@ -62,6 +62,7 @@ class World:
         self._left: tuple[str, ...] = ("not started",)
         self._stop_at_step = settings.stop_at_step
         self._check_steps = max(CHECK_STEPS, CHECK_STEPS_PER_MEMBER * settings.instances * settings.ranks)
+        self._next_check = self._check_steps
         moving = settings.transfers + settings.instances  # what starts and rests, and what moves
         self._steps_max = 100_000 + settings.ranks * moving * STEPS_MAX_PER_TRANSFER
 
@@ -92,21 +93,21 @@ class World:
 
     def _after_step(self, actor: Actor) -> bool:
         """Check what the step touched, and now and then all; True ends the run."""
-        step, loop = self.loop.step, self.loop
+        loop = self.loop
         member = self.town.of(actor)
         if member is not None and (parts := member.parts) is not None:
             rounds = parts.rounds.statistics.rounds
             if rounds != member.last_rounds:
                 member.last_rounds = rounds
                 self._check_touched(parts, actor)
-        if step % self._check_steps == 0:
+        if loop.step >= self._next_check:
+            self._next_check = loop.step + self._check_steps
             self._check_all()
-        if self.trail.violation is not None or step == self._stop_at_step:
+            if loop.step > self._steps_max:
+                self.trail.violate("world", f"{loop.step} steps, and no rest")
+        if self.trail.violation is not None or loop.step == self._stop_at_step:
             return True
-        if step > self._steps_max:
-            self.trail.violate("world", f"{step} steps, and no rest")
-            return True
-        return loop.time() >= self._look_at and self._is_over()
+        return loop.now >= self._look_at and self._is_over()
 
     def _check_touched(self, parts: Parts, actor: Actor) -> None:
         parts.model.check_touched()

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvbus.errors import PeerError
 from kvbus.ledger.admission import Admission, AdmissionGate
+from kvbus.roles.admitting import Offer
 from kvbus.roles.destination import Destination
 from kvbus.roles.intake import Intake
 from kvbus.testing.sim.plants.plant import Change, plant
@@ -47,7 +48,7 @@ def ack_early() -> Sequence[Change]:
         except PeerError:
             await self._finish(claim)
             return
-        verdict, _ = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
+        verdict, _ = await self._destination.request(request, Offer(event.header.t / 1e9))
         await self._destination.results.tell_verdict(request, verdict)
         await self._finish(claim)
 
