@@ -1,4 +1,4 @@
-"""How events and stories look: coloured lines for people, documents for programs."""
+"""How events and stories look: coloured lines for people; and events as documents for programs."""
 
 import unicodedata
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.commands.leases import fact_lines, readable_column
-from kvbus.commands.stories import Entry, Lane, LeaseTold, Story
-from kvbus.commands.trails import Known, NotFound
+from kvbus.commands.stories import Lane, Story
+from kvbus.commands.trails import Known
 from kvbus.commands.wording import Line, Tone
 from kvbus.events import Event, FactsSeen, LeaseGranted
 from kvbus.ledger.facts import fact_names
@@ -175,72 +175,10 @@ def event_document(event: Event, family: Family | None = None, sequence: int = 0
     return document
 
 
-def story_document(story: Story) -> dict[str, object]:
-    """Return a story for programs."""
-    return {
-        "transfer": story.transfer,
-        "request_hash": story.request_hash,
-        "request_id": story.request_id,
-        "source": story.source,
-        "destination": story.destination,
-        "began_ns": story.began_ns,
-        "complete": story.complete,
-        "missing": list(story.missing),
-        "contradictions": list(story.contradictions),
-        "note": story.note,
-        "events": [_entry_document(entry) for entry in story.entries],
-        "leases": [_lease_document(told) for told in story.leases],
-        "outcome": story.outcome.model_dump() if story.outcome else None,
-        "summary": story.summary,
-    }
-
-
-def not_found_document(not_found: NotFound) -> dict[str, object]:
-    """Return, for programs, why there is no story, and what may have been meant."""
-    candidates = [
-        {"transfer": known.transfer, "request_hash": known.request_hash, "outcome": known.outcome}
-        for known in not_found.candidates
-    ]
-    return {"wanted": not_found.wanted, "error": not_found.reason, "candidates": candidates}
-
-
 def candidate_line(known: Known) -> str:
     """Return one line about a transfer that may have been meant."""
     about = f"request {known.request_hash}, " if known.request_hash else ""
     return f"{printable(known.transfer)}  ({about}{clock_time(known.first_ns)}, {known.outcome or 'no outcome yet'})"
-
-
-def _entry_document(entry: Entry) -> dict[str, object]:
-    header, line = entry.event.header, entry.line
-    return {
-        "after_ms": round(entry.after_ns / 1e6, 3),
-        "lane": entry.lane.value,
-        "instance": header.i,
-        "kind": header.k,
-        "id": header.event_id,
-        "ticket": line.lease.ticket if line.lease else None,
-        "text": line.text,
-    }
-
-
-def _lease_document(told: LeaseTold) -> dict[str, object]:
-    life = told.life
-    return {
-        "instance": life.key.instance,
-        "member": life.key.member,
-        "epoch": life.key.epoch,
-        "ticket": life.key.ticket,
-        "rank": life.rank,
-        "direction": life.direction,
-        "peer": life.peer,
-        "pages": list(life.pages),
-        "counters": list(life.counters),
-        "facts": fact_names(life.bits),
-        "evidence": list(life.evidence),
-        "returned": told.returned,
-        "returns": life.returns,
-        "why_not": told.out,
-    }
 
 
 def _plain(value: object) -> object:

@@ -8,8 +8,9 @@ import click
 from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
 from kvbus.commands.logs import LogReader
 from kvbus.commands.recordings import EVENTS_MAX, read_record
-from kvbus.commands.rendering import candidate_line, not_found_document, print_story, printable, story_document
+from kvbus.commands.rendering import candidate_line, print_story, printable
 from kvbus.commands.stories import Story, tell
+from kvbus.commands.story_documents import not_found_document, story_document
 from kvbus.commands.trails import NotFound
 from kvbus.events import Event
 from kvbus.topics import Topics

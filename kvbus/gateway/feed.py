@@ -26,6 +26,8 @@ CLIENTS_MAX = 256
 """Each holds a connection and a queue."""
 PLACES = 4_096
 """Places of one stored message: it may be a batch, which holds at most a thousand events."""
+TURN_EVENTS = 50
+"""Heard in one turn, however many wait: some three milliseconds, in which no request is answered."""
 PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class Feed:
         self._bus = bus
         self._topics = topics
         self._instances = instances
+        self._subscriber = Subscriber(bus, topics)
         self._followers: list[Follower] = []
         self._clients: set[Client] = set()
         self._recent: deque[Told] = deque(maxlen=RECENT_MAX)
@@ -108,11 +111,18 @@ class Feed:
         """Up to here nothing is kept: it came before this gateway, or too much came since."""
         self._sequence = 0
         self._within = 0
+        self._heard = 0
         self.listening = False
+        self.losses = 0
+        """How often the log no longer held what followed."""
 
     def follow(self, follower: Follower) -> None:
         """Let a part of the gateway hear every event."""
         self._followers.append(follower)
+
+    def counters(self) -> dict[str, int]:
+        """Return how many facts were malformed, came twice, or were repaired from the log."""
+        return self._subscriber.counters()
 
     @property
     def clients(self) -> int:
@@ -154,10 +164,12 @@ class Feed:
             try:
                 since = await self._end_of_log()
                 self._gone_place = max(self._gone_place, since * PLACES)
-                async with aclosing(Subscriber(self._bus, self._topics).facts(since=since, settle=False)) as events:
+                async with aclosing(self._subscriber.facts(since=since, settle=False)) as events:
                     self.listening = True
                     async for item in events:
                         self._hear(item)
+                        if not self._heard % TURN_EVENTS:
+                            await asyncio.sleep(0)
             except BusError as error:
                 log.info("facts are not heard: %s", error)
             self.listening = False
@@ -166,8 +178,10 @@ class Feed:
     def _hear(self, item: Seen | Lagged) -> None:
         if isinstance(item, Lagged):
             if item.lost:
+                self.losses += 1
                 self.tell(lagged(item.reason))
             return
+        self._heard += 1
         self._within = self._within + 1 if item.sequence == self._sequence else 0
         self._sequence = item.sequence
         place = item.sequence * PLACES + self._within

@@ -1,7 +1,7 @@
 """Server-sent events as an answer: one client's queue, sent until either side goes."""
 
 import asyncio
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,13 +17,20 @@ SEND_WAIT_S = 20.0
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
+class Crowd(Protocol):
+    """Whom a client leaves when its stream has ended."""
+
+    def leave(self, client: Client) -> None:
+        """Take a client away; harmless to repeat."""
+
+
 class EventStream(Response):
     """Sends what a client's queue holds; ends when the client goes, stops reading, or the gateway stops."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, feed: Feed, client: Client, *, quiet_s: float = QUIET_S, send_wait_s: float = SEND_WAIT_S
+        self, feed: Crowd, client: Client, *, quiet_s: float = QUIET_S, send_wait_s: float = SEND_WAIT_S
     ) -> None:
         super().__init__(None, 200, dict(_HEADERS), self.media_type)
         del self.headers["content-length"]
