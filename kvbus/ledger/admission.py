@@ -6,9 +6,11 @@ and what is held without being of use to anybody: quarantined pages count as wel
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
 
 from kvbus.ledger.holding import HoldingCost
 
@@ -22,6 +24,10 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     ADOPTED = "adopted"
     """The same request, delivered again by the queue: it joins its own transfer (P22). Never sent to a requester."""
+
+
+Ground = Literal["source", "stopping", "not_leading", "bus_unavailable", "waited", "other"]
+"""Why a request was refused, as one word, for counting: the source, or what this member could not do just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,10 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Counters since start, and what is remembered now. `fired` is settled + failed + inflight at every instant."""
+    """Counters since start, and what is remembered now. `fired` is settled + failed + inflight at every instant.
+
+    `grounds` counts refusals by their word; together they are `refused`.
+    """
 
     fired: int
     settled: int
@@ -55,6 +64,7 @@ class AdmissionStatistics:
     refused: int
     inflight: int
     seen: int
+    grounds: Mapping[Ground, int]
 
 
 class AdmissionGate:
@@ -86,12 +96,13 @@ class AdmissionGate:
         # By the requester's own event id, also of what failed: the queue may offer that again, but it never runs twice.
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._inflight = 0
+        self._grounds: dict[Ground, int] = {}
         self._counts = dict.fromkeys(("fired", "settled", "failed", "deduped", "skipped_busy", "refused"), 0)
 
     def repeat(self, request_hash: str, *, request_id: str, source: str, now: float) -> Admission | None:
         """Answer a request that is refused for its source, or that has been answered before; None for a new one."""
         if refusal := self._source_refusal(source):
-            return self.refuse(refusal)
+            return self.refuse(refusal, "source")
         if ended := self._ended.get(request_id):
             return Admission(Verdict.ADOPTED, "delivered again, and ended", ended)
         self._forget_expired(now)
@@ -118,9 +129,10 @@ class AdmissionGate:
         self._counts["fired"] += 1
         return Admission(Verdict.ACCEPTED, "", transfer)
 
-    def refuse(self, reason: str) -> Admission:
+    def refuse(self, reason: str, ground: Ground = "other") -> Admission:
         """Count a refusal that was decided elsewhere (an unknown source, a prompt that fits nothing)."""
         self._counts["refused"] += 1
+        self._grounds[ground] = self._grounds.get(ground, 0) + 1
         return Admission(Verdict.REFUSED, reason)
 
     def same_content(self, request_hash: str, last_name: bytes) -> str | None:
@@ -171,7 +183,8 @@ class AdmissionGate:
 
     def statistics(self) -> AdmissionStatistics:
         """Return the counters as a frozen record."""
-        return AdmissionStatistics(**self._counts, inflight=self._inflight, seen=len(self._entries))
+        seen, grounds = len(self._entries), MappingProxyType(dict(self._grounds))
+        return AdmissionStatistics(**self._counts, inflight=self._inflight, seen=seen, grounds=grounds)
 
     def _load(self) -> str:
         """Return why there is no place for another transfer now, or ""."""

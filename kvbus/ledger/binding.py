@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BindingStatistics:
-    """Counters of one binding (R24); all only grow but `open_attempts`, `unreturned` and the three of retention.
+    """Counters of one binding (R24); all only grow but `isolated`, `open_attempts`, `unreturned` and retention's three.
 
     `recomputed` counts writes that brought less than was lent, so that the engine computes the rest; `late_releases`
     attempts that ended after their lease had a result; `ends` attempts by the kind of evidence that ended them,
@@ -53,6 +53,7 @@ class BindingStatistics:
     rejections: int
     uncertain: int
     isolations: int
+    isolated: int
     contradictions: int
     open_attempts: int
     retained: int
@@ -147,6 +148,7 @@ class Binding:
             rejections=self.rejections,
             uncertain=self.uncertain,
             isolations=self.isolations,
+            isolated=len(self.isolated),
             contradictions=self.contradictions,
             open_attempts=self.open_attempts,
             retained=len(self.retained),

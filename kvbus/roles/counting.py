@@ -5,13 +5,20 @@ from dataclasses import dataclass, field
 
 from kvbus.dataplane.choosing import ChoosingStatistics
 from kvbus.events import TransferOutcome
+from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.ledger.books import HolderStatistics
 from kvbus.ledger.holding import BlockingLease, HoldingCost
 from kvbus.pool.allocator import PageStatistics
 from kvbus.pool.digests import PageDigests
 from kvbus.roles.council import InstanceCouncil
+from kvbus.roles.recorder import OUTBOX_BUSY_BYTES, OUTBOX_LENGTH_MAX_BYTES, Recorder
+from kvbus.roles.spread import BYTES, SECONDS, Spread
+from kvbus.transport import BusHealth
 
 Counters = dict[str, int | float | str]
+USABLE = frozenset({"settled", "partial"})
+"""The outcomes whose time and size are spread: what failed took as long as its deadline allows, and moved anything."""
+BUS_EVENTS = ("reconnected", "disconnected", "rebuilt")
 
 
 @dataclass(slots=True)
@@ -19,6 +26,9 @@ class TransferTotals:
     """What the ended transfers came to: how many by outcome, their bytes, and the time that they took, in seconds."""
 
     ended: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    spread_s: Spread = field(default_factory=lambda: Spread("transfers_settled_s", SECONDS))
+    spread_bytes: Spread = field(default_factory=lambda: Spread("transfers_settled_bytes", BYTES))
     length_bytes: int = 0
     queue_s: float = 0.0
     grant_s: float = 0.0
@@ -33,6 +43,11 @@ class TransferTotals:
         self.grant_s += outcome.grant_s
         self.move_s += outcome.move_s
         self.total_s += outcome.total_s
+        if outcome.outcome in USABLE:
+            self.spread_s.add(outcome.total_s)
+            self.spread_bytes.add(outcome.length_bytes)
+        elif outcome.failure:
+            self.failures[outcome.failure] = self.failures.get(outcome.failure, 0) + 1
 
     def counters(self) -> Counters:
         """Return them by name; a mean time is its sum divided by `transfers_ended`."""
@@ -44,7 +59,31 @@ class TransferTotals:
             "transfers_move_s": self.move_s,
             "transfers_total_s": self.total_s,
         }
-        return counters | {f"transfers_{word}": count for word, count in self.ended.items()}
+        counters |= {f"transfers_{word}": count for word, count in self.ended.items()}
+        counters |= {f"transfers_failed_{failure}": count for failure, count in self.failures.items()}
+        return counters | self.spread_s.counters() | self.spread_bytes.counters()
+
+
+def admission_counters(admission: AdmissionStatistics) -> Counters:
+    """Return how requests were answered: `fired` is `settled` + `failed` + `inflight`."""
+    names = ("fired", "settled", "failed", "deduped", "skipped_busy", "refused", "inflight")
+    counters: Counters = {name: getattr(admission, name) for name in names}
+    return counters | {f"refused_{ground}": count for ground, count in admission.grounds.items()}
+
+
+def bus_counters(recorder: Recorder, health: BusHealth) -> Counters:
+    """Return what waits for the broker, what was lost on the way to it, and how its connection fared."""
+    counters: Counters = {
+        "outbox_bytes": recorder.queued_bytes,
+        "outbox_busy_bytes": OUTBOX_BUSY_BYTES,
+        "outbox_limit_bytes": OUTBOX_LENGTH_MAX_BYTES,
+        "outbox_events": recorder.queued_events,
+        "outbox_retries": recorder.retries,
+        "outbox_collapsed": recorder.collapsed,
+        "outbox_dropped": recorder.dropped,
+        "bus_connected": int(health.connected),
+    }
+    return counters | {f"bus_{name}": health.counters.get(name, 0) for name in BUS_EVENTS}
 
 
 def holder_counters(statistics: HolderStatistics, *, lenders: Iterable[str], now: float) -> Counters:
@@ -71,6 +110,7 @@ def holder_counters(statistics: HolderStatistics, *, lenders: Iterable[str], now
             f"{name}_retained_s": binding.retained_s(now),
             f"{name}_late_releases": binding.late_releases,
             f"{name}_isolations": binding.isolations,
+            f"{name}_isolated": binding.isolated,
             f"{name}_contradictions": binding.contradictions,
             f"{name}_bytes": binding.length_bytes,
         }

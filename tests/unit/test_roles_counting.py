@@ -40,6 +40,7 @@ def test_a_holders_counters_have_each_binding_and_each_lender() -> None:
         "pull_retained_s": 6.0,
         "pull_late_releases": 0,
         "pull_isolations": 1,
+        "pull_isolated": 1,
         "pull_contradictions": 0,
         "pull_bytes": 2_000,
         "pull_ended_completed": 1,
@@ -86,6 +87,7 @@ def test_transfers_add_up_by_outcome_with_their_bytes_and_times() -> None:
                     "source": "a",
                     "destination": "b",
                     "outcome": word,
+                    "failure": "" if word == "settled" else "transport",
                     "length_bytes": length_bytes,
                     "queue_s": 0.5,
                     "grant_s": 0.25,
@@ -94,7 +96,15 @@ def test_transfers_add_up_by_outcome_with_their_bytes_and_times() -> None:
                 }
             )
         )
-    assert totals.counters() == {
+    counters = totals.counters()
+    spread = {name: counters.pop(name) for name in [*counters] if "_settled_" in name}
+    assert {name: count for name, count in spread.items() if count} == {
+        "transfers_settled_s_le_2.5": 2,
+        "transfers_settled_s_sum": 4.0,
+        "transfers_settled_bytes_le_65536": 2,
+        "transfers_settled_bytes_sum": 8_192,
+    }
+    assert counters == {
         "transfers_ended": 3,
         "transfers_bytes": 8_192,
         "transfers_queue_s": 1.5,
@@ -103,4 +113,5 @@ def test_transfers_add_up_by_outcome_with_their_bytes_and_times() -> None:
         "transfers_total_s": 6.0,
         "transfers_settled": 2,
         "transfers_failed": 1,
+        "transfers_failed_transport": 1,
     }
