@@ -158,7 +158,7 @@ async def test_what_is_no_http_is_400_or_cut_and_the_gateway_serves_on(gateway: 
         ("GET", f"/v1/kv_transfer/{'0' * 32}?wait_s=-1", 400),
         ("GET", f"/v1/kv_transfer/{'0' * 32}?wait_s=31", 400),
         ("GET", f"/v1/kv_transfer/{'0' * 32}?wait_s=nan", 400),
-        ("GET", "/", 404),
+        ("GET", "/page/", 404),
     ],
 )
 async def test_a_path_or_method_that_is_none_is_told(gateway: Stage, method: str, path: str, status: int) -> None:
