@@ -1,27 +1,43 @@
 """`kvbus stage`: ask for a transfer, follow it, and end with one line."""
 
 import asyncio
-import contextlib
 import json
+import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 
+from kvbus import tracing
 from kvbus.bus import NatsBus
-from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
-from kvbus.errors import ConfigError
-from kvbus.events import TransferOutcome, TransferStep
+from kvbus.bus_access import DeniedError
+from kvbus.commands.common import (
+    EXIT_BUSY,
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_OPEN,
+    NO_SUCH_STREAM,
+    broker_options,
+    connect,
+    console,
+    json_option,
+    print_document,
+)
+from kvbus.commands.completing import instance_names
+from kvbus.commands.following import Followed, newest, progress_bar
+from kvbus.errors import BusError, ConfigError
+from kvbus.events import TransferOutcome
+from kvbus.handles import UNASKED
 from kvbus.publisher import Publisher, TransferHandle, Verdict
 from kvbus.roles.registry import lookup
-from kvbus.subscriber import Seen, Subscriber
 from kvbus.topics import Topics
+from kvbus.traceparent import checked_traceparent
+from kvbus.transport import Bus
 
-STAGES = ("accepted", "resolved", "leased", "asking", "granted", "moving", "access_ended")
-"""The steps of a transfer that goes well, in order: what the progress bar counts."""
+PAUSE_S = 0.5
+"""Between two tries: each waits some seconds itself for a broker that is silent, and less for one that refuses."""
 SLACK_S = 10.0
 """Beyond the budget and the queue: how long an outcome may take to arrive."""
 
@@ -30,8 +46,8 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 @click.command()
 @click.argument("text", required=False)
-@click.option("--from", "source", required=True, help="The instance that lends.")
-@click.option("--to", "destination", required=True, help="The instance that takes.")
+@click.option("--from", "source", required=True, shell_complete=instance_names, help="The instance that lends.")
+@click.option("--to", "destination", required=True, shell_complete=instance_names, help="The instance that takes.")
 @click.option("--file", "path", type=click.Path(path_type=Path), help="Read the prompt from a file, as it stands.")
 @click.option("--tokens", "tokens_path", type=click.Path(path_type=Path), help="Read token ids (a JSON list).")
 @click.option("--messages", "messages_path", type=click.Path(path_type=Path), help="Read chat messages (a JSON list).")
@@ -53,15 +69,24 @@ def stage(
 ) -> int:
     """Bring the KV of a prompt from one instance to another, ahead of traffic.
 
-    Exit status 0: the destination holds the prompt's blocks, or the prefix that the source had. 1: it does not, and the
-    line says why.
-    """
+    \b
+    Exit status:
+      0  settled: the destination holds the prompt's blocks, or the prefix that the source had
+      1  failed, cancelled or refused: the line says why
+      2  bad input, or the broker could not be reached
+      3  no outcome came in time: the request may still be served
+      4  the destination was busy and did not take it on: try again later
+
+    A W3C trace context in $TRACEPARENT is carried to both sides.
+    """  # noqa: D301 - click reads the sign itself
     prompt = _prompt(text, path, tokens_path, messages_path)
+    tracing.set_up()
 
     async def go() -> int:
         bus = await connect(nats_url, token, prefix, name="kvbus-stage")
         try:
-            return await _stage(bus, Topics(prefix), prompt, request, as_json=as_json)
+            with tracing.within(checked_traceparent(os.environ.get("TRACEPARENT"))):
+                return await _stage(bus, Topics(prefix), prompt, request, as_json=as_json)
         finally:
             await bus.close()
 
@@ -70,64 +95,81 @@ def stage(
 
 async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str, object], *, as_json: bool) -> int:
     screen = console(as_json=as_json)
+    source, destination = str(request["source"]), str(request["destination"])
+    budget_s = float(str(request["budget"]))
     async with Publisher(bus=bus, topics=topics) as publisher:
-        budget_s = float(str(request["budget"]))
+        after = await newest(bus, topics, destination) if screen.is_terminal else 0
         since_ns = time.time_ns()
-        try:
-            handle = await publisher.transfer(
-                source=str(request["source"]),
-                destination=str(request["destination"]),
+
+        def ask() -> Awaitable[TransferHandle]:
+            return publisher.transfer(
+                source=source,
+                destination=destination,
                 prompt=prompt,
                 on_miss=str(request["on_miss"]),  # type: ignore[arg-type] # click.Choice allows no other
                 salt=str(request["salt"]),
                 budget_s=budget_s,
             )
+
+        try:
+            handle = await ask_until(ask, budget_s, lambda why: screen.print(f"[dim]{escape(why)}; asking again[/]"))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if not await lookup(bus, str(request["destination"])):
-            screen.print(
-                f"[yellow]no worker of {request['destination']} is registered: the request waits in its queue[/]"
-            )
-        async with followed(bus, topics, handle, screen, destination=str(request["destination"]), since_ns=since_ns):
+        if await _is_absent(bus, destination):
+            screen.print(f"[yellow]no worker of {destination} is registered: the request waits in its queue[/]")
+        async with progress_bar(bus, topics, Followed(destination, handle.request_hash, since_ns, after), screen):
             verdict = await handle.verdict()
             outcome = await handle.outcome(budget_s + SLACK_S) if verdict.hopeful else None
     if as_json:
         print_document(_document(handle, verdict, outcome))
-    screen.print(closing_line(handle, verdict, outcome), soft_wrap=True)
-    return 0 if outcome is not None and outcome.outcome in {"settled", "partial"} else EXIT_FAILED
+    screen.print(closing_line(handle, verdict, outcome), soft_wrap=True, markup=False)
+    return exit_status(verdict, outcome)
 
 
-@contextlib.asynccontextmanager
-async def followed(
-    bus: NatsBus, topics: Topics, handle: TransferHandle, screen: Console, *, destination: str, since_ns: int
-) -> AsyncIterator[None]:
-    """Show a progress bar that follows the transfer's steps for as long as the block runs."""
-    if not screen.is_terminal:
-        yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        bar = progress.add_task("queued", total=len(STAGES))
+async def _is_absent(bus: Bus, instance: str) -> bool:
+    """Whether the registry says that nobody serves an instance; a broker that cannot tell now says nothing."""
+    try:
+        return not await lookup(bus, instance)
+    except BusError:
+        return False
 
-        async def follow() -> None:
-            async with contextlib.aclosing(Subscriber(bus, topics).facts(settle=False)) as events:
-                async for seen in events:
-                    body = seen.event.body if isinstance(seen, Seen) else None
-                    ours = (
-                        isinstance(seen, Seen)
-                        and seen.event.header.i == destination
-                        and seen.event.header.t >= since_ns
-                    )
-                    if ours and isinstance(body, TransferStep) and body.request_hash == handle.request_hash:
-                        reached = STAGES.index(body.step) + 1 if body.step in STAGES else None
-                        progress.update(bar, completed=reached, description=f"{body.step} {body.text}"[:60])
 
-        following = asyncio.get_running_loop().create_task(follow())
+async def ask_until(
+    ask: Callable[[], Awaitable[TransferHandle]], wait_s: float, say: Callable[[str], None]
+) -> TransferHandle:
+    """Put a request to the bus, again while a cluster elects a leader or the connection is lost, as long as the wait.
+
+    It is the same prompt each time, so a request that got through unheard is joined by the next one. BusError is the
+    last one's; at once where another try would say the same: no rights, or no streams.
+    """
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + wait_s
+    while True:
         try:
-            yield
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            handle = await ask()
+            problem = ""
+            if (verdict := await handle.verdict(0)).verdict == "refused" and verdict.reason == UNASKED:
+                problem = verdict.reason
+            if not problem or loop.time() + PAUSE_S >= ends_at:
+                return handle
+        except BusError as error:
+            final = isinstance(error, DeniedError) or error.details.get("code") == NO_SUCH_STREAM
+            if final or loop.time() + PAUSE_S >= ends_at:
+                raise
+            problem = str(error)
+        say(problem)
+        await asyncio.sleep(PAUSE_S)
+
+
+def exit_status(verdict: Verdict, outcome: TransferOutcome | None) -> int:
+    """Return what a script can tell from: the statuses of `kvbus stage --help`."""
+    if outcome is not None:
+        return 0 if outcome.outcome in {"settled", "partial"} else EXIT_FAILED
+    if verdict.reason == UNASKED:
+        return EXIT_CONFIG
+    if verdict.verdict == "skipped_busy":
+        return EXIT_BUSY
+    return EXIT_OPEN if verdict.hopeful else EXIT_FAILED
 
 
 def closing_line(handle: TransferHandle, verdict: Verdict, outcome: TransferOutcome | None) -> str:
