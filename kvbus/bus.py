@@ -389,4 +389,5 @@ def _delivery(message: Msg) -> Delivery:
 def _fetched(message: Msg) -> Fetched:
     at = message.metadata
     delivery = Delivery(message.subject, message.data, at.sequence.stream)
-    return Fetched(delivery, at.num_delivered, at.sequence.consumer, at.num_pending, message.reply)
+    stored_s = at.timestamp.timestamp()
+    return Fetched(delivery, at.num_delivered, at.sequence.consumer, at.num_pending, message.reply, stored_s)

@@ -1,4 +1,4 @@
-"""What kvbus keeps in the broker, described as data: three streams, two buckets, one consumer per destination.
+"""What kvbus keeps in the broker, described as data: four streams, two buckets, one consumer per destination.
 
 The dictionaries are what the broker's own JetStream API speaks (durations in nanoseconds), so that what is wanted and
 what is found compare field by field. Nothing here talks to a broker.
@@ -19,6 +19,9 @@ _MIB = 1 << 20
 INSTANCE_TTL_S = 10
 """An instance refreshes its record every 3 s; three missed refreshes and it is gone."""
 
+BLOCKS_MESSAGES_MAX = 10_000
+"""Of each instance: as many batches as vLLM itself keeps for replay. What is older is only missing from an index."""
+
 SIZED_BY_OPERATOR = frozenset({"max_bytes", "max_msgs", "num_replicas", "metadata"})
 """Fields that may differ without being drift: how much disk and how many replicas a deployment affords is not kvbus's
 to insist on. All other fields change what a message means."""
@@ -35,6 +38,7 @@ class AssetLimits:
     transfer_bytes_max: int = 256 * _MIB
     facts_bytes_max: int = 1024 * _MIB
     settle_bytes_max: int = 128 * _MIB
+    blocks_bytes_max: int = 64 * _MIB
     replicas: int = 1
 
 
@@ -76,19 +80,25 @@ class Assets:
         """The name of the settle log's stream."""
         return self._named("KVB_SETTLE")
 
+    @property
+    def blocks(self) -> str:
+        """The name of the stream of engines' blocks."""
+        return self._named("KVB_BLOCKS")
+
     def bucket(self, bucket: str) -> str:
         """Return the bucket's name in the broker."""
         return self._named(bucket)
 
     def history_stream(self, subject_filter: str) -> str:
-        """Return the stream that holds a facts or settle subject; ValueError for any other."""
+        """Return the stream that holds a facts, settle or blocks subject; ValueError for any other."""
         for stream, everything in (
             (self.facts, self.topics.facts_filter()),
             (self.settle, self.topics.settle_filter()),
+            (self.blocks, self.topics.blocks_filter()),
         ):
             if subject_filter.startswith(everything.removesuffix("*")):
                 return stream
-        raise ValueError(f"history holds facts and settle subjects, got {subject_filter!r}")
+        raise ValueError(f"history holds facts, settle and blocks subjects, got {subject_filter!r}")
 
     def stream_of(self, subject: str) -> str:
         """Return the stream that stores one subject; ValueError for a filter, and for what no stream stores."""
@@ -103,7 +113,7 @@ class Assets:
         return (*self.streams(), *self.buckets())
 
     def streams(self) -> tuple[Document, ...]:
-        """Return the three streams."""
+        """Return the four streams."""
         limits = self.limits
         transfer: Document = {
             **self._common(self.transfer, self.topics.transfer_filter()),
@@ -121,10 +131,17 @@ class Assets:
         prefix = self.topics.prefix
         facts = self._log(self.facts, self.topics.facts_filter(), f"{prefix}.facts.>", f"{prefix}.live.facts.>")
         settle = self._log(self.settle, self.topics.settle_filter(), f"{prefix}.settle.>", f"{prefix}.live.settle.>")
+        blocks = self._log(self.blocks, self.topics.blocks_filter(), f"{prefix}.blocks.>", f"{prefix}.live.blocks.>")
         return (
             transfer,
             {**facts, "max_bytes": limits.facts_bytes_max},
             {**settle, "max_bytes": limits.settle_bytes_max},
+            {
+                **blocks,
+                "max_bytes": limits.blocks_bytes_max,
+                "max_msgs_per_subject": BLOCKS_MESSAGES_MAX,
+                "max_age": 0,  # what was said of a block holds until a later message unsays it
+            },
         )
 
     def buckets(self) -> tuple[Document, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvbus.bus_assets import Assets, Document, WorkLimits, drift, history_consumer, tightened, work_consumer
+from kvbus.bus_clock import AGE_CERTAIN_S, BrokerClock
 from kvbus.bus_guards import Tally, check_key, store_headers
 from kvbus.errors import BusError, ConfigError
 from kvbus.transport import Delivery, Entry, NotStored, Stored, Work
@@ -27,6 +28,7 @@ PULL_S = 6.0
 """A pull for work ends with its connection, but does not notice that a cluster has another leader."""
 
 _TRIES_S = (0.5, 1.0, CALL_S - 1.5)  # a busy broker has time for the last one; a new leader is found by the others
+_AGE_ASK_S = 1.0  # the broker's time, with requests in hand whose own time runs
 _PAUSE_S = 0.2  # between tries while the broker is away: as soon as the quickest reconnect
 _REST_S = 0.005  # what is there comes within a round trip; where the in-flight cap forbids it, nothing comes
 _HISTORY_BATCH = 128  # of at most 256 KiB each: 32 MiB, far below the client's limit, past which it drops in silence
@@ -39,13 +41,17 @@ _NO_ROOM = frozenset({10023, 10028, 10047})
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A message that a consumer delivered; `reply` is where its ack goes, `pending` what the consumer still holds."""
+    """A message that a consumer delivered; `reply` is where its ack goes, `pending` what the consumer still holds.
+
+    `stored_unix_s` is the broker's own stamp.
+    """
 
     delivery: Delivery
     attempt: int
     consumer_sequence: int
     pending: int
     reply: str
+    stored_unix_s: float = 0.0
 
 
 class Door(Protocol):
@@ -87,6 +93,7 @@ class JetStream:
         self._tally = tally
         self._consumers_made: set[str] = set()
         self._taking: dict[str, asyncio.Lock] = {}
+        self._clock = BrokerClock()
 
     async def store(
         self, subject: str, data: bytes, message_id: str, wait_s: float, after: int | None
@@ -133,7 +140,7 @@ class JetStream:
                 try:
                     await self._ensure_consumer(subject_filter, consumer)
                     fetched = await self._fetch_work(consumer, most, min(left_s, PULL_S))
-                    return [TakenWork(self._door, item) for item in fetched]
+                    return await self._aged(fetched, subject_filter, consumer)
                 except TimeoutError:
                     continue
                 except BusError as error:
@@ -158,10 +165,28 @@ class JetStream:
                 fetched += await self._door.fetch(stream, consumer, most=others, wait_s=_REST_S)
         return fetched
 
+    async def _aged(self, fetched: Sequence[Fetched], subject_filter: str, consumer: str) -> Sequence[Work]:
+        """Say of each how long it has waited; where that may matter, by the time that the broker tells now."""
+        now = asyncio.get_running_loop().time
+        taken_at = now()
+        if any(self._clock.age_s(item.stored_unix_s, taken_at) > AGE_CERTAIN_S for item in fetched):
+            try:
+                await self._make_work_consumer(subject_filter, consumer, (_AGE_ASK_S,))
+            except BusError as error:  # what is in hand is returned whatever comes of this; nothing is held against it
+                self._tally.complain("broker_time_unknown", error)
+                return [TakenWork(self._door, item, 0.0) for item in fetched]
+        return [TakenWork(self._door, item, self._clock.age_s(item.stored_unix_s, taken_at)) for item in fetched]
+
     async def _ensure_consumer(self, subject_filter: str, consumer: str) -> None:
         if consumer not in self._consumers_made:
-            await self._make_consumer(self._assets.transfer, work_consumer(consumer, subject_filter, self._work))
+            await self._make_work_consumer(subject_filter, consumer, _TRIES_S)
             self._consumers_made.add(consumer)
+
+    async def _make_work_consumer(self, subject_filter: str, consumer: str, tries_s: Sequence[float]) -> None:
+        """Make it, or find that it is there as it should be; the answer bears the time at the queue's broker."""
+        wanted = work_consumer(consumer, subject_filter, self._work)
+        answer = await self._make_consumer(self._assets.transfer, wanted, tries_s)
+        self._clock.note(answer, asyncio.get_running_loop().time())
 
     # --------------------------------------------------------------------------------------------------- history
 
@@ -279,14 +304,16 @@ class JetStream:
                 ) from error
             raise
 
-    async def _make_consumer(self, stream: str, wanted: Document) -> Document:
+    async def _make_consumer(self, stream: str, wanted: Document, tries_s: Sequence[float] = _TRIES_S) -> Document:
         subject = f"CONSUMER.CREATE.{stream}.{wanted['name']}.{wanted['filter_subject']}"
-        return await self._api(subject, {"stream_name": stream, "config": wanted})
+        return await self._api(subject, {"stream_name": stream, "config": wanted}, tries_s)
 
-    async def _api(self, subject: str, document: Document | None = None) -> Document:
+    async def _api(
+        self, subject: str, document: Document | None = None, tries_s: Sequence[float] = _TRIES_S
+    ) -> Document:
         """Ask what may be asked twice, and do so: a cluster that elects a leader loses the question in silence."""
         data = json.dumps(document).encode() if document else b""
-        return await self._call(f"$JS.API.{subject}", data, None, tries_s=_TRIES_S)
+        return await self._call(f"$JS.API.{subject}", data, None, tries_s=tries_s)
 
     async def _call(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, tries_s: Sequence[float] = (CALL_S,)
@@ -307,9 +334,10 @@ class JetStream:
 class TakenWork:
     """A request taken from the work queue; see `kvbus.transport.Work`."""
 
-    def __init__(self, door: Door, item: Fetched) -> None:
+    def __init__(self, door: Door, item: Fetched, waited_s: float) -> None:
         self._door = door
         self._item = item
+        self.waited_s = waited_s
         self._ended = False
 
     @property

@@ -78,6 +78,11 @@ class TransferHandle:
         if not verdict.hopeful and not self._outcome.done():
             self._outcome.set_result(None)
 
+    def hear_moved(self, transfer: str) -> None:
+        """Follow a transfer of the same prompt that has been taken on since, where another one was joined before."""
+        if self._transfer:
+            self._transfer = transfer
+
     def hear_outcome(self, outcome: TransferOutcome) -> None:
         """Take the outcome, unless it is that of another transfer of the same prompt."""
         if not self._outcome.done() and self._transfer in {"", outcome.transfer}:

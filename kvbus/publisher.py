@@ -14,6 +14,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from kvbus import tracing
 from kvbus.bus import NatsBus
 from kvbus.config import discover, discover_credentials, named_credentials
 from kvbus.errors import BusError, PeerError
@@ -33,6 +34,7 @@ from kvbus.events import (
 from kvbus.handles import UNASKED, TransferHandle, Verdict
 from kvbus.names import TOKEN_ID_MAX, request_hash, token_bytes
 from kvbus.parts import Body, OnMiss
+from kvbus.patience import Staged, staged
 from kvbus.permissions import Role
 from kvbus.submitting import Rooms, unless_away
 from kvbus.topics import Command, Topics, escape
@@ -42,6 +44,9 @@ __all__ = ["Publisher", "TransferHandle", "Verdict", "checked_prompt", "transfer
 
 ANSWER_S = 5.0
 """A destination answers a direct question between two rounds, within milliseconds; this long only when overloaded."""
+
+Asked = str | Sequence[int] | Sequence[dict[str, str]] | Prompt
+"""A prompt as a requester gives it: text, token ids, chat messages, or as it travels."""
 
 _HEADERS_BYTES = 512  # what the broker's headers may add to a request; the id in them is at most 200 bytes
 _TEXT_MAX = 200
@@ -110,7 +115,7 @@ class Publisher:
         *,
         source: str,
         destination: str,
-        prompt: str | Sequence[int] | Sequence[dict[str, str]],
+        prompt: Asked,
         model: str = "",
         salt: str = "",
         on_miss: OnMiss = "prefill",
@@ -126,6 +131,15 @@ class Publisher:
         """
         bus = self._running()
         request = self._request(source, destination, prompt, model, salt=salt, on_miss=on_miss, budget_s=budget_s)
+        about = {"request_hash": request.request_hash, "source": source, "destination": destination}
+        span = tracing.begin("kvbus.request", tracing.current(), about, kind="producer")
+        request = request.model_copy(update={"traceparent": span.traceparent}) if span.traceparent else request
+        try:
+            return await self._submit(bus, request, urgent=urgent)
+        finally:
+            span.end()
+
+    async def _submit(self, bus: Bus, request: TransferRequested, *, urgent: bool) -> TransferHandle:
         header = self._header(request)
         data = encode(header, request)
         if len(data) + _HEADERS_BYTES > REQUEST_LENGTH_MAX_BYTES:
@@ -147,6 +161,29 @@ class Publisher:
                 raise
             handle.hear_unsure()
         return handle
+
+    async def stage(
+        self,
+        *,
+        source: str,
+        destination: str,
+        prompt: Asked,
+        salt: str = "",
+        on_miss: OnMiss = "prefill",
+        budget_s: float = 30.0,
+        patience_s: float = 60.0,
+    ) -> Staged:
+        """Ask as `transfer` does, and again where a restart, a drain or load has refused it, for up to `patience_s`.
+
+        So a rolling restart of all instances fails no request. What cannot pass by itself ends at once.
+        """
+
+        async def ask() -> TransferHandle:
+            return await self.transfer(
+                source=source, destination=destination, prompt=prompt, salt=salt, on_miss=on_miss, budget_s=budget_s
+            )
+
+        return await staged(ask, budget_s=budget_s, patience_s=patience_s)
 
     async def cancel(self, request_hash: str, destination: str) -> bool:
         """Ask a destination to stop a queued or running transfer; False if it did not answer."""
@@ -175,7 +212,7 @@ class Publisher:
         self,
         source: str,
         destination: str,
-        prompt: str | Sequence[int] | Sequence[dict[str, str]],
+        prompt: Asked,
         model: str,
         *,
         salt: str,
@@ -248,6 +285,8 @@ class Publisher:
             for handle in self._ours(body.request_hash):
                 if handle.request.request_id == body.request_id:
                     handle.hear_verdict(_verdict(body))
+                elif body.verdict == "accepted":  # what it had joined is run anew: its run has handed it back
+                    handle.hear_moved(body.transfer)
         elif isinstance(body, TransferOutcome):
             for handle in self._ours(body.request_hash):
                 handle.hear_outcome(body)
@@ -267,7 +306,7 @@ def transfer_and_wait(
     *,
     source: str,
     destination: str,
-    prompt: str | Sequence[int] | Sequence[dict[str, str]],
+    prompt: Asked,
     url: str | None = None,
     token: str | None = None,
     wait_s: float = 60.0,
@@ -282,8 +321,10 @@ def transfer_and_wait(
     return asyncio.run(ask())
 
 
-def checked_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
+def checked_prompt(prompt: Asked) -> Prompt:
     """Return the prompt as it travels; ValueError says which part does not fit."""
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("prompt is empty: there is nothing to transfer")

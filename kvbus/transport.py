@@ -84,6 +84,10 @@ class Work(Protocol):
     def attempt(self) -> int:
         """1 for the first delivery."""
 
+    @property
+    def waited_s(self) -> float:
+        """How long ago the broker stored the message when it was taken, by the broker's own clock; 0: not known."""
+
     async def keep(self) -> None:
         """Tell the broker that this is still being worked on, confirmed; it expects that within its ack wait."""
 

@@ -35,7 +35,7 @@ _LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "ranks": (1, 65535),  # ranks travel as u16
     "rank": (0, 65534),
 }
-_KINDS: Final = ("kv", "toy")
+_KINDS: Final = ("kv", "toy", "opaque")
 _DIGEST_MAX_CHARACTERS: Final = 128
 # 512 bits in hex: the longest digest that hashlib offers.
 
@@ -72,7 +72,10 @@ class PageLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a page: (layers, 2, heads, tokens, head_dim) with keys before values; "toy" has no such pair."""
+        """The shape of a page: (layers, 2, heads, tokens, head_dim) with keys before values; "toy" has no such pair.
+
+        Of an "opaque" page only the size is meant: how its engine packs it is part of the model's digest.
+        """
         if self.kind == "kv":
             return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
         return (self.layers, self.kv_heads, self.block_tokens, self.head_dim)

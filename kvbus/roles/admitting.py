@@ -17,8 +17,25 @@ WORD: Final[dict[Verdict, VerdictWord]] = {
 }
 TRIES_MAX = 3
 """The first try, and two after whoever ran it had died; what fails three times would fail again."""
+HANDED_BACK: Final = "handed_back"
+"""The step by which a run that stops leaves a request to the next one; such an offer is not held against it."""
 CANCELS_MAX = 4_096
 """Cancelled requests that were not offered here yet; the queue holds 10,000 in all, and few of them are cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How a request reached this member.
+
+    `sent_unix_s` is its requester's time, and compared with times of requesters only. `waited_s` is how long it stood
+    in the queue by the broker's clock: two hosts' clocks may be an hour apart. `number`: how often the queue gave it.
+    `queued`: it comes from there, so it can be handed back.
+    """
+
+    sent_unix_s: float
+    waited_s: float = 0.0
+    number: int = 1
+    queued: bool = False
 
 
 @dataclass(slots=True)

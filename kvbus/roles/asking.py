@@ -15,6 +15,8 @@ from kvbus.events import (
     LeaseReleased,
     LendAnswered,
     LendRequested,
+    PrefixAnswered,
+    PrefixAsked,
     ReaderKey,
     ReleaseConfirmed,
     decode,
@@ -123,6 +125,18 @@ class Asker:
                 await asyncio.sleep(self._pause_s)
         return NotGranted(FailureClass.DEADLINE, f"{source.instance} did not grant within the budget")
 
+    async def names_of(self, asked: PrefixAsked, source: Registered, *, wait_s: float) -> PrefixAnswered | str:
+        """Ask a source for the names of a prefix; return why there is no answer where it gives none."""
+        subject = self._topics.command(source.instance, Command.LEASE, source.member)
+        try:
+            data = await self._bus.request(subject, self._encoded(asked), wait_s=min(wait_s, ANSWER_SLACK_S))
+            body = None if isinstance(data, NoAnswer) else decode(data).body
+        except (BusError, PeerError) as error:
+            return f"{source.instance} was not asked for the prefix: {error}"
+        if isinstance(body, PrefixAnswered):
+            return body
+        return f"{source.instance} does not say which pages the prefix has: is it away, or of an earlier version?"
+
     def release(self, key: ReaderKey, nonce: bytes, source: Registered, found: PagesFound | None = None) -> None:
         """Tell the source, until it confirms, that access under this key has ended; returns at once.
 
@@ -199,7 +213,8 @@ class Asker:
                 if isinstance(data, NoAnswer) and await self._has_ended(source):
                     return
             except (BusError, PeerError) as error:
-                log.info("release of %s not confirmed: %s", body.key.transfer, error)
+                transfer = body.key.transfer
+                log.info("release of %s not confirmed: %s", transfer, error, extra={"transfer": transfer})
             await asyncio.sleep(pause_s)
             pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
 

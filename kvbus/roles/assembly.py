@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.config import WorkerSettings
 from kvbus.dataplane.choosing import ChoosingReader
@@ -18,7 +18,6 @@ from kvbus.ledger.admission import AdmissionGate
 from kvbus.ledger.agreement import Agreement
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.holder import LeaseHolder
-from kvbus.ledger.holding import HoldingCost, holding_cost
 from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Backend, Containment, Direction
 from kvbus.pool.digests import DigestMode
@@ -27,17 +26,9 @@ from kvbus.processes import ProcessWatch, identity, network_namespace
 from kvbus.roles.asking import Asker
 from kvbus.roles.cache_desk import CacheDesk
 from kvbus.roles.council import InstanceCouncil, Place
-from kvbus.roles.counting import (
-    Counters,
-    council_counters,
-    digest_counters,
-    holder_counters,
-    holding_counters,
-    page_counters,
-    way_counters,
-)
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.destination import Destination
+from kvbus.roles.draining import Drain
 from kvbus.roles.intake import Intake
 from kvbus.roles.local import LocalBackend
 from kvbus.roles.past import Past
@@ -52,6 +43,7 @@ from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
 from kvbus.roles.sharing import Sharing
 from kvbus.roles.source import LenderName, PoolAccess, Source
+from kvbus.roles.tally import holding_of, member_counters
 from kvbus.roles.transports import DataPlane, open_data_plane
 from kvbus.topics import Topics
 from kvbus.transport import Bus
@@ -80,6 +72,7 @@ class Base:
 class Parts:
     """A member's parts, as the worker runs and ends them."""
 
+    base: Base
     pool: PoolSide
     rounds: Rounds
     plane: UcxPlane | None
@@ -95,36 +88,11 @@ class Parts:
     """The agreement with this instance's other members, where there are any."""
     sharing: Sharing | None = None
     rollback: Rollback | None = None
+    drain: Drain = field(init=False)
 
     def counters(self) -> Mapping[str, int | float | str]:
         """Return what is worth counting, by name."""
-        now, holder = time.monotonic(), self.rounds.holder
-        counters: Counters = {
-            "transfers_running": self.destination.running,
-            "releases_unconfirmed": self.asker.unconfirmed,
-            "rounds": self.rounds.statistics.rounds,
-            "requests": self.intake.statistics.requests,
-            "messages_malformed": self.intake.statistics.malformed,
-            "messages_misplaced": self.intake.statistics.misplaced,
-            "snapshots": self.rollback.snapshots if self.rollback else 0,
-        }
-        counters |= holder_counters(holder.statistics(), lenders=(self.pool.lender.name,), now=now)
-        counters |= page_counters(self.pool.allocator.statistics()) | digest_counters(self.pool.memory.digests)
-        counters |= way_counters(self.reader.statistics())
-        counters |= holding_counters(holding_of(self.rounds, self.pool), holder.blocking(), now=now)
-        counters |= self.destination.results.totals.counters()
-        admission = self.gate.statistics()
-        for name in ("fired", "settled", "failed", "deduped", "skipped_busy", "refused", "inflight"):
-            counters[name] = getattr(admission, name)
-        if self.council is not None:
-            counters |= council_counters(self.council)
-        return counters
-
-
-def holding_of(rounds: Rounds, pool: PoolSide) -> HoldingCost:
-    """Return what is held without being of use, at the holder and in the pool."""
-    pages = pool.allocator.statistics()
-    return holding_cost(rounds.holder.statistics(), quarantined=pages.quarantined, bound=pages.bound)
+        return member_counters(self, self.base.recorder, self.base.bus)
 
 
 def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, hello: Hello) -> Parts:
@@ -169,6 +137,7 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         load=lambda: _load(parts, base.recorder),
     )
     parts = Parts(
+        base=base,
         pool=pool,
         rounds=rounds,
         plane=moving.plane,
@@ -184,6 +153,7 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         sharing=_sharing(base, council, destination) if council is not None else None,
         rollback=_rollback(base, portrait),
     )
+    parts.drain = Drain(base.bus, base.topics, base.recorder, (settings.instance, settings.member), parts)
     return parts
 
 
@@ -242,6 +212,7 @@ def _source(
     key: LenderKey,
     prefiller: Prefiller,
 ) -> Source:
+    base.recorder.spans.page_bytes = pool.layout.page_bytes
     return Source(
         name=LenderName(base.settings.instance, base.settings.member, base.epoch),
         pool=pool,
@@ -308,7 +279,6 @@ def _destination(
         results=Results(bus=base.bus, topics=base.topics, recorder=base.recorder),
         bus=base.bus,
         tokenizer=port,
-        wall_s=time.time,
         past=Past(base.bus, base.topics, base.settings.instance, time.time),
     )
     rounds.follow(destination)

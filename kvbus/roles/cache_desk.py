@@ -14,6 +14,7 @@ from kvbus.engines.desk import Refusal
 from kvbus.errors import KvbusError
 from kvbus.parts import Prompt
 from kvbus.pool.pins import PinSet
+from kvbus.prefixes import PrefixRow
 from kvbus.roles.poolside import PoolSide
 
 HELD_MAX_S = 86_400.0
@@ -70,6 +71,7 @@ class CacheDesk:
             blocks_wanted=len(names),
             blocks_held=len(self._pool.lender.pages_held(names)),
             refusal=refusal,
+            prefixes=None if asked.prefixes is None else self._hottest(asked.prefixes),
         )
 
     async def change(self, asked: CacheChangeAsked) -> CacheChanged:
@@ -124,8 +126,16 @@ class CacheDesk:
         self._pins.clear()
         return CacheChanged(blocks=forgotten)
 
+    def _hottest(self, most: int) -> tuple[PrefixRow, ...]:
+        pool = self._pool
+        found = pool.prompts.hottest(most, lambda names: len(pool.lender.pages_held(names)))
+        return tuple(PrefixRow(name=one.name, blocks=len(one.names), uses=one.uses) for one in found)
+
     async def _names(self, prompt: Prompt, salt: str) -> tuple[bytes, ...] | str:
         """Return the names of a prompt's whole blocks, or why it has none."""
+        if prompt.prefix is not None:
+            prefix = self._pool.prompts.find(prompt.prefix)
+            return prefix.names if prefix is not None else "no prefix of this name is known here"
         try:
             ids = await self._tokenizer.tokenize(prompt)
         except KvbusError as error:  # the engine went away

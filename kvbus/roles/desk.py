@@ -106,6 +106,7 @@ class PoolDesk:
             raise PeerError("too many open handles: release some", handles=len(self._handles))
         pool, rounds = self._ready(), self._rounds()
         names = pool.names(ids, salt)
+        pool.prompts.note(names, salt)
         lease = pool.lender.lend_read(names, for_peer=False)
         ticket = rounds.holder.take(lease, READ_MODE, ENGINE_PEER, now=self._clock(), peer=ENGINE_PEER)
         rounds.run()

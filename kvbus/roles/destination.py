@@ -5,22 +5,22 @@ this file starts them, lets the ledger's facts and the time reach them, and forg
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from kvbus.errors import BusError
 from kvbus.events import PlanAnswered, TransferRequested, TransferStep, TransferVerdict
-from kvbus.ledger.admission import Admission, AdmissionGate, Verdict
+from kvbus.ledger.admission import Admission, AdmissionGate, Ground, Verdict
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S, Phase, Transfer
 from kvbus.ledger.types import LeaseFailure
 from kvbus.names import token_bytes, tokens_from_bytes
 from kvbus.parts import Prompt
-from kvbus.roles.admitting import WORD, Admitting, QueuedCancels, spent
+from kvbus.roles.admitting import HANDED_BACK, WORD, Admitting, Offer, QueuedCancels, spent
 from kvbus.roles.past import Past
 from kvbus.roles.registry import Registered, Sources
 from kvbus.roles.results import SETTLED, Results, outcome_of
 from kvbus.roles.running import Agreed, ReaderSide, Running
-from kvbus.roles.tokens import Tokenizer, token_ids_of
+from kvbus.roles.tokens import Content, Tokenizer, content_of
 from kvbus.transport import Bus
 
 OPEN_SHARE = 0.9
@@ -40,7 +40,6 @@ class Destination:
         results: Results,
         bus: Bus,
         tokenizer: Tokenizer,
-        wall_s: Callable[[], float],
         past: Past | None = None,
     ) -> None:
         self.results = results
@@ -49,7 +48,6 @@ class Destination:
         self._gate = gate
         self._sources = Sources(bus, side.clock)
         self._tokenizer = tokenizer
-        self._wall_s = wall_s
         self._running: dict[str, Running] = {}
         self._by_ticket: dict[int, Running] = {}
         self._by_hash: dict[str, str] = {}
@@ -59,7 +57,8 @@ class Destination:
         self._source_epochs: dict[str, int] = {}
         self._sharing: dict[str, Running] = {}
         self._number = 0
-        self._stopping = ""
+        self.closed = ""
+        """Why nothing new is taken now; empty while requests are."""
 
     @property
     def running(self) -> int:
@@ -72,14 +71,9 @@ class Destination:
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    async def request(
-        self, request: TransferRequested, *, sent_unix_s: float, offer: int = 1
-    ) -> tuple[TransferVerdict, str]:
-        """Answer one request; return the verdict, and the transfer whose end the caller may await, or "".
-
-        `offer` is the how-manyth time it is that the queue offers it.
-        """
-        admission = await self._admit(request, sent_unix_s, offer)
+    async def request(self, request: TransferRequested, offer: Offer) -> tuple[TransferVerdict, str]:
+        """Answer one request; return the verdict, and the transfer whose end the caller may await, or ""."""
+        admission = await self._admit(request, offer)
         answer = TransferVerdict(
             request_id=request.request_id,
             request_hash=request.request_hash,
@@ -109,8 +103,8 @@ class Destination:
         return True
 
     def stop(self, text: str) -> None:
-        """Take nothing new, and stop what runs; harmless to repeat."""
-        self._stopping = text
+        """Take nothing new, and stop what runs; harmless to repeat. What the queue offered is handed back to it."""
+        self.closed = text
         for running in list(self._running.values()):
             running.cancelled(FailureClass.SHUTDOWN, text)
 
@@ -149,7 +143,7 @@ class Destination:
 
     # ---------------------------------------------------------------------------------------------------- admission
 
-    async def _admit(self, request: TransferRequested, sent_s: float, offer: int) -> Admission:
+    async def _admit(self, request: TransferRequested, offer: Offer) -> Admission:
         """Answer a request. Those of one hash come one after the other, and one request is refused once.
 
         Else a second delivery might be refused, and taken off the queue, while the first is still to be admitted (P20).
@@ -158,40 +152,43 @@ class Destination:
             await other.ended.wait()
             if other.request_id == request.request_id and other.refusal is not None:
                 return other.refusal
-        cancelled = self._cancels.of(request.request_hash, sent_s=sent_s)
+        cancelled = self._cancels.of(request.request_hash, sent_s=offer.sent_unix_s)
         own = self._admitting[request.request_hash] = Admitting(request.request_id, cancelled)
         try:
-            admission = await self._admit_alone(request, max(0.0, self._wall_s() - sent_s), own, offer)
+            admission = await self._admit_alone(request, own, offer)
         finally:
             del self._admitting[request.request_hash]
             own.ended.set()
         own.refusal = None if admission.transfer else admission
         return admission
 
-    async def _admit_alone(self, request: TransferRequested, queue_s: float, own: Admitting, offer: int) -> Admission:
+    async def _admit_alone(self, request: TransferRequested, own: Admitting, offer: Offer) -> Admission:
         """Answer a request. Repeats are known before anything else is asked, whatever the state of this member."""
+        asked_at, number = self._side.clock(), offer.number
         who = {"request_id": request.request_id, "source": request.source}
-        known = self._gate.repeat(request.request_hash, **who, now=self._side.clock())
+        known = self._gate.repeat(request.request_hash, **who, now=asked_at)
         if known is not None:
             return known
-        if offer > 1 and (ended := await self._ended_before(request)) is not None:
+        if number > 1 and (ended := await self._ended_before(request)) is not None:
             return ended
-        if reason := self._unable(request, queue_s):
-            return self._gate.refuse(reason)
-        source: Registered | str = spent(offer)
+        if unable := self._unable(request, offer.waited_s):
+            return self._gate.refuse(*unable)
+        handed_back = self._past.handed_back(request.request_id) if self._past is not None else 0
+        source: Registered | str = spent(number - handed_back)
         if not source and not own.cancelled:
             source = await self._sources.find(request.source, self._side.pool.layout.fingerprint())
             if isinstance(source, str):
-                return self._gate.refuse(source)
-        if reason := self._unable(request, queue_s):  # once more: that took its time
-            return self._gate.refuse(reason)
+                return self._gate.refuse(source, "source")
+        queue_s = offer.waited_s + self._side.clock() - asked_at
+        if unable := self._unable(request, queue_s):  # once more: that took its time
+            return self._gate.refuse(*unable)
         self._number += 1
         transfer_id = f"{self._side.instance}-{self._side.epoch & 0xFFFFFFFF:08x}-{self._number}"
         now = self._side.clock()
         admission = self._gate.admit(request.request_hash, **who, transfer=transfer_id, now=now)
         if admission.verdict is Verdict.ACCEPTED:
             transfer = Transfer(transfer_id, request.request_hash, request.source, now, request.budget_s, queue_s)
-            self._start(request, transfer, source, cancelled=own.cancelled)
+            self._start(request, transfer, source, cancelled=own.cancelled, queued=offer.queued)
         return admission
 
     async def _ended_before(self, request: TransferRequested) -> Admission | None:
@@ -201,28 +198,28 @@ class Destination:
         try:
             outcome = await self._past.outcome(request.request_id)
         except BusError as error:
-            return self._gate.refuse(f"bus_unavailable: {error}")
+            return self._gate.refuse(f"bus_unavailable: {error}", "bus_unavailable")
         if outcome is None:
             return None
         self.results.recall(outcome)
         return Admission(Verdict.ADOPTED, "delivered again, and ended in an earlier run", outcome.transfer)
 
-    def _unable(self, request: TransferRequested, queue_s: float) -> str:
-        if self._stopping:
-            return self._stopping
+    def _unable(self, request: TransferRequested, queue_s: float) -> tuple[str, Ground] | None:
+        if self.closed:
+            return self.closed, "stopping"
         if self._side.group is not None and not self._side.group.leads:
-            return f"{self._side.member} does not lead {self._side.instance} now: ask again"
+            return f"{self._side.member} does not lead {self._side.instance} now: ask again", "not_leading"
         if self._side.recorder.is_busy or self._side.asker.is_full:
-            return "bus_unavailable: facts or releases wait for the broker"
+            return "bus_unavailable: facts or releases wait for the broker", "bus_unavailable"
         if queue_s > request.queue_limit_s:
-            return f"waited {queue_s:.1f} s in the queue, at most {request.queue_limit_s:g} s allowed"
-        return ""
+            return f"waited {queue_s:.1f} s in the queue, at most {request.queue_limit_s:g} s allowed", "waited"
+        return None
 
     def _start(
-        self, request: TransferRequested, transfer: Transfer, source: Registered | str, *, cancelled: str
+        self, request: TransferRequested, transfer: Transfer, source: Registered | str, *, cancelled: str, queued: bool
     ) -> None:
         """Let a transfer begin; one that was cancelled, or whose source is a reason not to run it, ends at once."""
-        running = Running(self._side, request, transfer, self._index, self._on_ended)
+        running = Running(self._side, request, transfer, self._index, self._on_ended, queued=queued)
         self.results.open(transfer.transfer)
         self._running[transfer.transfer] = running
         self._by_hash[request.request_hash] = transfer.transfer
@@ -242,21 +239,18 @@ class Destination:
     async def _resolve(self, running: Running, source: Registered) -> None:
         """Find the prompt's token ids and let the transfer go on, or say why it ends here."""
         wait_s = running.transfer.remaining_s(self._side.clock())
-        token_ids = await token_ids_of(running.request.prompt, self._tokenizer, wait_s=wait_s)
-        if isinstance(token_ids, LeaseFailure):
-            running.failed(token_ids.failure, token_ids.text)
-        elif reason := self._side.pool.unfit(token_ids, self._side.instance):
-            running.failed(FailureClass.BAD_REQUEST, reason)
+        content = await content_of(running.request, self._side, self._tokenizer, source, wait_s=wait_s)
+        if isinstance(content, LeaseFailure):
+            running.failed(content.failure, content.text)
         else:
-            await self._wait_for_same_content(running, token_ids)
-            if await self._opened(running, token_ids):
+            await self._wait_for_same_content(running, content.names)
+            if await self._opened(running, content.token_ids):
                 self._readmit(source)
-                running.resolved(source, token_ids)
+                running.resolved(source, content)
         self._forget_if_finished(running)
 
-    async def _wait_for_same_content(self, running: Running, token_ids: tuple[int, ...]) -> None:
+    async def _wait_for_same_content(self, running: Running, names: Sequence[bytes]) -> None:
         """Two prompts worded differently may tokenize alike: the second waits, and finds its pages here."""
-        names = self._side.pool.names(token_ids, running.request.salt)
         other = self._gate.same_content(running.request.request_hash, names[-1]) if names else None
         if other is not None:
             self._note(running.transfer, "waiting", f"transfer {other} brings the same tokens")
@@ -289,6 +283,7 @@ class Destination:
             on_miss=running.request.on_miss,
             tokens=token_bytes(running.token_ids),
             remaining_s=running.transfer.remaining_s(self._side.clock()),
+            traceparent=self._side.recorder.spans.traceparent(transfer),
         )
 
     async def take_part(self, plan: PlanAnswered) -> None:
@@ -306,19 +301,20 @@ class Destination:
             prompt=Prompt(tokens=plan.tokens),
             salt=plan.salt,
             on_miss=plan.on_miss,
+            traceparent=plan.traceparent,
         )
         now = self._side.clock()
         transfer = Transfer(plan.transfer, plan.request_hash, plan.source, now, plan.remaining_s)
         running = Running(self._side, request, transfer, self._index, self._on_ended, follows=True)
         self._running[plan.transfer] = self._sharing[plan.transfer] = running
         token_ids = tokens_from_bytes(plan.tokens)
-        if self._stopping or isinstance(source, str):
-            running.failed(FailureClass.PEER_LOST, self._stopping or str(source))
+        if self.closed or isinstance(source, str):
+            running.failed(FailureClass.PEER_LOST, self.closed or str(source))
         elif reason := self._side.pool.unfit(token_ids, self._side.instance):
             running.failed(FailureClass.BAD_REQUEST, reason)
         else:
             self._readmit(source)
-            running.resolved(source, token_ids)
+            running.resolved(source, Content.of_tokens(self._side.pool, token_ids, plan.salt))
         self._forget_if_finished(running)
 
     def stop_share(self, transfer: str, text: str) -> None:
@@ -379,8 +375,13 @@ class Destination:
         outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
         if outcome.outcome not in SETTLED:  # another run of the source may stand in the registry by now
             self._sources.forget(running.transfer.source)
-        self._gate.ended(running.request.request_hash, settled=outcome.outcome in SETTLED)
-        self.results.conclude(outcome, running.request)
+        settled = outcome.outcome in SETTLED
+        self._gate.ended(running.request.request_hash, settled=settled)
+        if running.is_handed_back and not settled:
+            self._note(running.transfer, HANDED_BACK, outcome.reason, running.request.request_id)
+            self.results.hand_back(outcome, running.request)
+        else:
+            self.results.conclude(outcome, running.request)
 
     def _forget_if_finished(self, running: Running) -> None:
         if not running.transfer.finished:

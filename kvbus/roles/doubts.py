@@ -55,7 +55,7 @@ class Doubts:
         self._digests.reported += len(ours)
         self._digests.rewritten += found.changed
         text = _text(key, sorted(ours), found.changed, stale=len(set(pages)) - len(ours))
-        log.warning("transfer %s: %s", key.transfer, text)
+        log.warning("transfer %s: %s", key.transfer, text, extra={"transfer": key.transfer})
         self._recorder.event(
             TransferStep(transfer=key.transfer, request_hash=found.request_hash, step="reader_found", text=text)
         )

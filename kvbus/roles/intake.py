@@ -30,7 +30,7 @@ from kvbus.events import (
 from kvbus.ledger.facts import FailureClass
 from kvbus.names import request_hash
 from kvbus.parts import Body
-from kvbus.roles.admitting import TRIES_MAX
+from kvbus.roles.admitting import TRIES_MAX, Offer
 from kvbus.roles.cache_desk import CacheDesk
 from kvbus.roles.claims import KEEP_S, Claim
 from kvbus.roles.destination import Destination
@@ -107,6 +107,8 @@ class Intake:
         self._requests: list[Subscription] = []
         self._works: set[asyncio.Task[None]] = set()
         self._survived: dict[int, int] = {}
+        self._takes = asyncio.Event()
+        self._takes.set()
         self.statistics = IntakeStatistics()
 
     async def listen(self) -> None:
@@ -117,6 +119,7 @@ class Intake:
             (topics.command(instance, Command.PLAN, self._member), self._on_plan),
             (topics.command(instance, Command.CACHE, self._member), self._on_cache),
             (topics.query(instance, Query.STATS), self._on_stats),
+            (topics.query(instance, Query.STATS, self._member), self._on_stats),
             (topics.query(instance, Query.SNAPSHOT, self._member), self._on_snapshot),
         ):
             self._subscriptions.append(await self._bus.respond(subject, responder))
@@ -125,8 +128,35 @@ class Intake:
 
     async def _answer_requests(self) -> None:
         topics, instance, respond = self._topics, self._instance, self._bus.respond
-        self._requests.append(await respond(topics.command(instance, Command.TRANSFER), self._on_urgent))
         self._requests.append(await respond(topics.command(instance, Command.CANCEL), self._on_cancel))
+        self._requests.append(await respond(topics.command(instance, Command.TRANSFER), self._on_urgent))
+
+    async def rest(self) -> None:
+        """Leave requests in the queue, and take none directly either, until `resume`; what is in hand goes on.
+
+        Whoever repeats a request that is queued hears that nobody listens, rather than a refusal of what will be run.
+        """
+        self._takes.clear()
+        if len(self._requests) > 1:
+            await self._requests.pop().close()
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        if len(self._requests) == 1:
+            subject = self._topics.command(self._instance, Command.TRANSFER)
+            self._requests.append(await self._bus.respond(subject, self._on_urgent))
+        self._takes.set()
+
+    @property
+    def in_hand(self) -> int:
+        """Requests of the queue that this member has in its hands."""
+        return len(self._works)
+
+    async def flush(self, wait_s: float) -> int:
+        """Wait until what was in hand is off the queue or given back, bounded; return how many are not."""
+        if self._works:
+            await asyncio.wait(self._works, timeout=wait_s)
+        return len(self._works)
 
     async def _until_leading(self, leads: Leads) -> None:
         """Leave requests to whichever member leads; where this one does, answer them (BusError: not yet)."""
@@ -145,6 +175,7 @@ class Intake:
         worked_at = -IDLE_AFTER_S
         while True:
             try:
+                await self._takes.wait()
                 if self._leads is not None:
                     await self._until_leading(self._leads)
                 asked_at = loop.time()
@@ -186,8 +217,8 @@ class Intake:
             await self._finish(claim)
             return
         self.statistics.requests += 1
-        sent_s = event.header.t / 1e9
-        verdict, transfer = await self._destination.request(request, sent_unix_s=sent_s, offer=work.attempt)
+        offer = Offer(event.header.t / 1e9, work.waited_s, work.attempt, queued=True)
+        verdict, transfer = await self._recorder.spans.admitting(request, self._destination.request(request, offer))
         if verdict.verdict == "refused" and not self._may_take():
             await claim.give_back()  # the others may take it: only who leads has a word to say about it
             return
@@ -195,11 +226,14 @@ class Intake:
         if transfer and verdict.verdict == "accepted":
             while not await self._destination.results.ended(transfer, KEEP_S):
                 await claim.keep()
+            if self._destination.results.is_handed_back(transfer):  # it has ended here: so it never runs twice at once
+                await claim.give_back()
+                return
             await self._until_recorded(claim)
         await self._finish(claim)
 
     def _may_take(self) -> bool:
-        return self._leads is None or self._leads.leading.is_set()
+        return self._takes.is_set() and (self._leads is None or self._leads.leading.is_set())
 
     def _work_in(self, work: Work) -> tuple[Event, TransferRequested]:
         """Return what the queue offers; PeerError where no delivery can mend it."""
@@ -290,7 +324,7 @@ class Intake:
     async def _on_lease(self, delivery: Delivery) -> bytes:
         event = self._decoded(delivery)
         try:
-            return await self._source.answer(event)
+            return await self._recorder.spans.lending(event, self._source.answer(event))
         except PeerError:
             self.statistics.misplaced += 1
             raise
@@ -305,7 +339,8 @@ class Intake:
         event = self._decoded(delivery)
         request = self._request_in(event)
         self.statistics.requests += 1
-        verdict, _transfer = await self._destination.request(request, sent_unix_s=event.header.t / 1e9)
+        answering = self._destination.request(request, Offer(event.header.t / 1e9))
+        verdict, _transfer = await self._recorder.spans.admitting(request, answering)
         return self._encoded(verdict, event)
 
     async def _on_cancel(self, delivery: Delivery) -> bytes:

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvbus.errors import PeerError
-from kvbus.events import TransferOutcome, decode, decode_all
+from kvbus.events import TransferOutcome, TransferStep, decode, decode_all
+from kvbus.roles.admitting import HANDED_BACK
 from kvbus.topics import Topics
 from kvbus.transport import Bus, Delivery
 
@@ -34,6 +35,7 @@ class Past:
         self._wall_s = wall_s
         self._sequence: int | None = None
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
+        self._handed_back: OrderedDict[str, int] = OrderedDict()
         self._reading = asyncio.Lock()
 
     async def outcome(self, request_id: str) -> TransferOutcome | None:
@@ -43,6 +45,10 @@ class Past:
                 self._sequence = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
             await self._read_on(self._sequence)
         return self._outcomes.get(request_id)
+
+    def handed_back(self, request_id: str) -> int:
+        """Return how often a run has handed a request back before it stopped, as far as `outcome` has read."""
+        return self._handed_back.get(request_id, 0)
 
     async def _read_on(self, sequence: int) -> None:
         while True:
@@ -61,6 +67,10 @@ class Past:
                 self._outcomes[event.header.c] = event.body
                 if len(self._outcomes) > OUTCOMES_MAX:
                     self._outcomes.popitem(last=False)
+            elif isinstance(event.body, TransferStep) and event.body.step == HANDED_BACK:
+                self._handed_back[event.header.c] = self._handed_back.pop(event.header.c, 0) + 1
+                if len(self._handed_back) > OUTCOMES_MAX:
+                    self._handed_back.popitem(last=False)
 
     async def _begin(self, since_s: float) -> int:
         """Return a sequence behind which everything of that time on stands: sought by halves, for facts are many."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.errors import ConfigError
 from kvbus.grants import PoolGeometry
@@ -13,6 +13,7 @@ from kvbus.pool.index import ReuseIndex
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.lender import PoolLender
 from kvbus.pool.memory import PoolMemory
+from kvbus.pool.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class PoolSide:
     tokens_max: int
     vocab_size: int
     lent_cap_pages: int
+    prompts: Prompts = field(default_factory=Prompts)
 
     @classmethod
     def create(

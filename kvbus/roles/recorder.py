@@ -34,6 +34,8 @@ from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import AttemptRow, FactDetail, GrantedRow, LeaseFacts, OutcomeRow
 from kvbus.parts import Body
 from kvbus.roles.collapsing import newest_lines
+from kvbus.roles.journal import note_event, note_facts
+from kvbus.roles.spans import Spans
 from kvbus.topics import Topics
 from kvbus.transport import Bus, NotStored
 
@@ -76,7 +78,6 @@ class Recorder:
         self, *, bus: Bus, topics: Topics, instance: str, member: str, epoch: int, unix_ns: Callable[[], int]
     ) -> None:
         self._bus = bus
-        self._topics = topics
         self._instance = instance
         self._member = member
         self._epoch = epoch
@@ -85,6 +86,7 @@ class Recorder:
         self._shared: dict[str, object] = Header(k="any", i=instance, m=member, e=epoch, s=0, t=0).model_dump()
         self._speaker = f"{instance}.{member}.{epoch}"
         self._facts_subject = topics.facts(instance)
+        self._settle_subject = topics.settle(instance)
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._leaving = 0
@@ -93,6 +95,7 @@ class Recorder:
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._awaited: dict[int, asyncio.Future[None]] = {}
+        self.spans = Spans(instance, member)
         self.handled_sequence = 0
         self.newest = NOWHERE
         self.fell_back = 0
@@ -117,6 +120,11 @@ class Recorder:
         return self._queued_bytes
 
     @property
+    def queued_events(self) -> int:
+        """How many events that is."""
+        return len(self._queue)
+
+    @property
     def queued_sequence(self) -> int:
         """The newest event that waits for the broker; where none does, the last one that did."""
         return self._queue[-1].sequence if self._queue else self.handled_sequence
@@ -139,31 +147,36 @@ class Recorder:
     def event(self, body: Body, cause: str = "") -> None:
         """Record one event on the facts stream."""
         self._put(self._facts_subject, body.KIND, fields_of(body), cause)
+        self.spans.hear(body)
+        note_event(body, cause)
 
     def facts(self, facts: LeaseFacts) -> None:
         """Record a round's batch: the rows first, since they say what the lines are about."""
+        self.spans.facts(facts)
+        note_facts(facts)
         for row in facts.rows:
             self._put(self._facts_subject, *_row_fields(row))
+        if len(facts.tickets) <= LINES_MAX and len(facts.details) <= DETAILS_MAX:  # nearly always
+            if facts.tickets or facts.details:
+                self._put(self._facts_subject, FactsSeen.KIND, _columns(facts))
+            return
         events = max(-(-len(facts.tickets) // LINES_MAX), -(-len(facts.details) // DETAILS_MAX))
         for number in range(events):
             lines = slice(number * LINES_MAX, (number + 1) * LINES_MAX)
-            details = facts.details[number * DETAILS_MAX : (number + 1) * DETAILS_MAX]
-            tickets = facts.tickets[lines]
-            fields: Fields = {
-                "n": len(tickets),
-                "ticket": column(tickets, 8),
-                "rank": column(facts.ranks[lines], 2),
-                "bits": column(facts.bits[lines], 4),
-                "lo": column(facts.lo[lines], 4),
-                "hi": column(facts.hi[lines], 4),
-                "details": [_detail_row(one) for one in details],
-            }
-            self._put(self._facts_subject, FactsSeen.KIND, fields)
+            part = LeaseFacts(
+                tickets=facts.tickets[lines],
+                ranks=facts.ranks[lines],
+                bits=facts.bits[lines],
+                lo=facts.lo[lines],
+                hi=facts.hi[lines],
+                details=facts.details[number * DETAILS_MAX : (number + 1) * DETAILS_MAX],
+            )
+            self._put(self._facts_subject, FactsSeen.KIND, _columns(part))
 
     def decision(self, decision: Decision) -> None:
         """Record one decision on the settle log."""
         body = _decision_body(decision)
-        self._put(self._topics.settle(self._instance), body.KIND, fields_of(body))
+        self._put(self._settle_subject, body.KIND, fields_of(body))
 
     # ------------------------------------------------------------------------------------------------------- output
 
@@ -179,8 +192,9 @@ class Recorder:
                 self._looked_through = max(0, self._looked_through - self._leaving)
                 self._leaving = 0
                 self.handled_sequence = outgoing.sequence
-                for sequence in [one for one in self._awaited if one <= outgoing.sequence]:
-                    self._awaited.pop(sequence).set_result(None)
+                if self._awaited:
+                    for sequence in [one for one in self._awaited if one <= outgoing.sequence]:
+                        self._awaited.pop(sequence).set_result(None)
             self._filled.clear()
             self._emptied.set()
 
@@ -293,6 +307,18 @@ class Recorder:
         return pack(
             {**self._shared, "k": kind, "s": sequence, "t": self._unix_ns(), "c": cause, "b": fields}, fields_of
         )
+
+
+def _columns(facts: LeaseFacts) -> Fields:
+    return {
+        "n": len(facts.tickets),
+        "ticket": column(facts.tickets, 8),
+        "rank": column(facts.ranks, 2),
+        "bits": column(facts.bits, 4),
+        "lo": column(facts.lo, 4),
+        "hi": column(facts.hi, 4),
+        "details": [_detail_row(one) for one in facts.details],
+    }
 
 
 def _detail_row(detail: FactDetail) -> Fields:

@@ -229,6 +229,8 @@ class Presence:
         self._record = record
         self._load = load
         self._revision = 0
+        self.state = ""
+        """What is told of this member beside its load: empty while it takes part."""
 
     async def register(self) -> None:
         """Write the record once; BusError where the broker does not take it."""
@@ -245,8 +247,21 @@ class Presence:
     async def _replace(self, revision: int) -> int:
         return await self._bus.compare_and_set(BUCKET_INSTANCES, self._key, self._encoded(), revision=revision)
 
+    async def tell(self) -> None:
+        """Say now what is said each second, and write the record anew."""
+        await self._beat()
+        await self.refresh()
+
+    async def _beat(self) -> None:
+        load = self._load().model_copy(update=self._told)
+        await self._bus.publish(self._subject, encode(self._recorder.header(load.KIND), load))
+
+    @property
+    def _told(self) -> dict[str, str | None]:
+        return {"state": self.state or None}
+
     def _encoded(self) -> bytes:
-        return encode(self._recorder.header(InstanceRecord.KIND), self._record)
+        return encode(self._recorder.header(InstanceRecord.KIND), self._record.model_copy(update=self._told))
 
     async def require_own_name(self) -> tuple[Entry, _Own] | None:
         """Raise ConfigError where a later start of this member has registered: it answers from now on, not we.
@@ -265,8 +280,7 @@ class Presence:
         refresh_at = loop.time() + REFRESH_S
         while True:
             try:
-                load = self._load()
-                await self._bus.publish(self._subject, encode(self._recorder.header(load.KIND), load))
+                await self._beat()
                 if loop.time() >= refresh_at:
                     await self.refresh()
                     refresh_at = loop.time() + REFRESH_S

@@ -47,6 +47,7 @@ class Results:
         self._recorder = recorder
         self._joined: dict[str, _Joined] = {}
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
+        self._handed_back: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self.totals = TransferTotals()
 
@@ -91,6 +92,27 @@ class Results:
             joined.ended.set()
             for requester in joined.requesters:
                 self._spawn(self._tell(requester, outcome, request.request_id))
+
+    def hand_back(self, outcome: TransferOutcome, request: TransferRequested) -> None:
+        """Record that a transfer ended without an answer to its request, which the queue is to offer again.
+
+        The outcome does not stand under the request's id: whoever is offered it next runs it (P22). Others who joined
+        are told, since nobody will know of them there.
+        """
+        self._handed_back[outcome.transfer] = None
+        if len(self._handed_back) > OUTCOMES_MAX:
+            self._handed_back.popitem(last=False)
+        self._recorder.event(outcome)
+        joined = self._joined.pop(outcome.transfer, None)
+        if joined is not None:
+            joined.ended.set()
+            for requester in joined.requesters:
+                if requester != request.requester:
+                    self._spawn(self._tell(requester, outcome, request.request_id))
+
+    def is_handed_back(self, transfer: str) -> bool:
+        """Whether a transfer has ended such that its request is the queue's again."""
+        return transfer in self._handed_back
 
     async def tell_verdict(self, request: TransferRequested, verdict: TransferVerdict) -> None:
         """Send a verdict to its requester."""

@@ -36,6 +36,7 @@ from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered
 from kvbus.roles.rounds import Rounds
+from kvbus.roles.tokens import Content
 
 log = logging.getLogger(__name__)
 
@@ -128,19 +129,33 @@ class Running:
     concluded: bool = False
     follows: bool = False
     """Whether another member admitted it: nobody hears of its end from here."""
+    queued: bool = False
+    """Whether the queue offered its request: then it can be handed back."""
     _told_way: bool = False
     _ask_task: asyncio.Task[None] | None = None
 
+    def __post_init__(self) -> None:
+        """From here on it is traced, where anything is."""
+        self.side.recorder.spans.began(self._id, self.request)
+
+    @property
+    def is_handed_back(self) -> bool:
+        """Whether its member stopped before it could end, so that its request is for whoever the queue offers it to."""
+        transfer = self.transfer
+        return self.queued and transfer.outcome == "cancelled" and transfer.failure is FailureClass.SHUTDOWN
+
     # ------------------------------------------------------------------------------------------------------- events
 
-    def resolved(self, source: Registered, token_ids: Sequence[int]) -> None:
-        """The prompt has token ids: see what is missing here, and pin what is not."""
+    def resolved(self, source: Registered, content: Content) -> None:
+        """The prompt has its page names: see what is missing here, and pin what is not."""
         if self.transfer.phase is not Phase.RESOLVING:
             return  # cancelled, or out of time, meanwhile
         self.source = source
         pool = self.side.pool
-        self.token_ids = tuple(token_ids)
-        self.names = pool.names(self.token_ids, self.request.salt)
+        self.token_ids, self.names = content.token_ids, content.names
+        if self.request.prompt.prefix is not None:  # of its source's salt, and nothing that anybody could compute
+            self.request = self.request.model_copy(update={"salt": content.salt, "on_miss": "partial"})
+        pool.prompts.note(self.names, content.salt)
         held = pool.lender.held(self.names)
         self.missing = tuple(block for block, here in enumerate(held) if not here)
         self.pins = pool.lender.pin_set(for_peer=False)
@@ -148,7 +163,7 @@ class Running:
             if here:  # a hit is pinned from planning on, so that the prefix is still here when the rest arrives (P10)
                 self.pins.pin((self.names[block],))
         wanted = len(self.names)
-        self._step("resolved", f"{len(token_ids)} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
+        self._step("resolved", f"{content.tokens} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
         now = self.side.clock()
         blocks_held = wanted - len(self.missing)
         if self.side.group is not None and not self.missing:
@@ -156,7 +171,7 @@ class Running:
         prefix = self.missing[0] if self.missing else wanted
         self.act(
             self.transfer.resolved(
-                now, prompt_tokens=len(token_ids), blocks_wanted=wanted, blocks_held=blocks_held, prefix_held=prefix
+                now, prompt_tokens=content.tokens, blocks_wanted=wanted, blocks_held=blocks_held, prefix_held=prefix
             )
         )
 
@@ -254,6 +269,7 @@ class Running:
             source_epoch=self._source().epoch,
             transports=side.transports,
             network=side.network,
+            traceparent=side.recorder.spans.traceparent(self._id),
         )
         self._step("asking", f"{request.source} for {len(self.missing)} blocks, on_miss {request.on_miss}")
         answer = await side.asker.ask(
@@ -330,6 +346,8 @@ class Running:
             self.side.group.refuse(self._id, self.transfer.reason)
         else:
             self.drop_pins()
+        if self.follows:
+            self.side.recorder.spans.forget(self._id, self.transfer.reason)
         self.on_ended(self)
 
     def drop_pins(self) -> None:

@@ -83,7 +83,7 @@ class Sharing:
                 data = await self.bus.request(subject, encode(self.recorder.header(body.KIND), body), wait_s=ANSWER_S)
                 answer = None if isinstance(data, NoAnswer) else decode(data).body
             except (BusError, PeerError) as error:
-                log.info("no plan for %s yet: %s", transfer, error)
+                log.info("no plan for %s yet: %s", transfer, error, extra={"transfer": transfer})
                 answer = None
             if isinstance(answer, PlanAnswered) and answer.transfer == transfer:
                 return answer if answer.known else None

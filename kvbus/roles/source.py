@@ -28,6 +28,7 @@ from kvbus.roles.prefills import Prefiller
 from kvbus.roles.questions import WaitingQuestions
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
+from kvbus.roles.tokens import names_answered
 
 __all__ = ["LEND_MODE", "Fenced", "LenderName", "PoolAccess", "Source", "key_of"]
 
@@ -99,7 +100,9 @@ class Source:
             if body.found is not None and self._book.is_closed(key_of(body.key), body.nonce):
                 self._doubts.note(body.key, body.found)
             return self._encoded(ReleaseConfirmed(known=known), event.header.event_id)
-        raise PeerError("expected lend_requested or lease_released", kind=event.header.k)
+        if (named := names_answered(self._pool, body, self._name.instance)) is not None:
+            return self._encoded(named, event.header.event_id)
+        raise PeerError("expected lend_requested, lease_released or prefix_asked", kind=event.header.k)
 
     def released(self, key: ReaderKey, nonce: bytes) -> bool:
         """Take a reader's word that its access has ended, from the bus or in band; idempotent.
@@ -167,6 +170,10 @@ class Source:
         """Refuse new questions from now on; what is lent stays until its reader lets go."""
         self._draining = True
 
+    def lend_again(self) -> None:
+        """Answer new questions again."""
+        self._draining = False
+
     async def close(self) -> None:
         """End what still computes; bounded by the cancellation itself."""
         for task in self._tasks:
@@ -213,7 +220,7 @@ class Source:
     def _refusal(self, asked: LendRequested) -> LendAnswered | None:
         """Return why this question leads to nothing, before anything is touched."""
         if self._draining:
-            return _refused(FailureClass.SHUTDOWN, f"{self._name.instance} is leaving and lends no more")
+            return _refused(FailureClass.SHUTDOWN, f"draining: {self._name.instance} is leaving and lends no more")
         if asked.source_epoch not in {None, self._name.epoch}:
             # Its reader takes no grant of ours, and stops telling us of its end once the run it asked is gone (P18).
             return _refused(FailureClass.PEER_LOST, f"{self._name.instance} has started again since you looked")
@@ -374,7 +381,7 @@ class Source:
                 else:
                     self._lend_now(asked, entry)
         except (KvbusError, ValueError) as error:
-            log.warning("prefill for %s failed: %s", asked.key.transfer, error)
+            log.warning("prefill for %s failed: %s", asked.key.transfer, error, extra={"transfer": asked.key.transfer})
             entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {error}")
         finally:
             self._questions.wake(key)

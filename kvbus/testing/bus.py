@@ -76,6 +76,7 @@ class MemoryBroker:
         self.logs = [
             Stream(self.topics.facts_filter(), f"{prefix}.facts.", f"{prefix}.live.facts."),
             Stream(self.topics.settle_filter(), f"{prefix}.settle.", f"{prefix}.live.settle."),
+            Stream(self.topics.blocks_filter(), f"{prefix}.blocks.", f"{prefix}.live.blocks."),
         ]
         self.leased: dict[int, _Leased] = {}
         self.buckets: dict[str, dict[str, tuple[Entry, float]]] = {BUCKET_INSTANCES: {}, BUCKET_EPOCH: {}}
@@ -353,6 +354,7 @@ class _MemoryWork:
         self._ended = False
         self.delivery = delivery
         self.attempt = attempt
+        self.waited_s = bus.broker.transfer.age_s(delivery.sequence, bus.broker.clock())
 
     async def keep(self) -> None:
         lease = self._lease()

@@ -1,6 +1,6 @@
 """What a broker in memory stores: messages by sequence, and the ids by which it knows a repeat."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,13 +27,13 @@ class Stream:
     messages: OrderedDict[int, Delivery] = field(default_factory=OrderedDict)
     ids: OrderedDict[str, int] = field(default_factory=OrderedDict)
     head: int = 0
-    _stored_at: deque[tuple[int, float]] = field(default_factory=deque)
+    _stored_at: OrderedDict[int, float] = field(default_factory=OrderedDict)
 
     def append(self, subject: str, data: bytes, message_id: str, now: float) -> Delivery:
         """Store a message under the next sequence."""
         self.head += 1
         message = self.messages[self.head] = Delivery(subject, data, self.head)
-        self._stored_at.append((self.head, now))
+        self._stored_at[self.head] = now
         self.ids[message_id] = self.head
         if len(self.ids) > _IDS_MAX:
             self.ids.popitem(last=False)
@@ -51,5 +51,9 @@ class Stream:
 
     def trim(self, oldest: float) -> None:
         """Drop what was stored then or before; ids stay known, as in the broker."""
-        while self._stored_at and self._stored_at[0][1] <= oldest:
-            self.messages.pop(self._stored_at.popleft()[0], None)
+        while self._stored_at and next(iter(self._stored_at.values())) <= oldest:
+            self.messages.pop(self._stored_at.popitem(last=False)[0], None)
+
+    def age_s(self, sequence: int, now: float) -> float:
+        """Return how long ago a message was stored."""
+        return now - self._stored_at[sequence]
