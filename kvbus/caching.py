@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvbus.parts import Body, Count, Part, Prompt, Seconds, Text
+from kvbus.prefixes import PREFIXES_MAX, PrefixRow
 
 PINS_MAX = 256
 """Pins of one member; they are for system prompts and the like, and an answer names them all in some 30 KB."""
@@ -25,11 +26,12 @@ class PinRow(Part):
 
 
 class CacheAsked(Body):
-    """What is in the cache; with a prompt, how much of that is."""
+    """What is in the cache; with a prompt, how much of that is. `prefixes`: at most so many of the hottest, by name."""
 
     KIND = "cache_asked"
     prompt: Prompt | None = None
     salt: Salt = ""
+    prefixes: Annotated[int, Field(ge=0, le=PREFIXES_MAX)] | None = None
 
 
 class CacheAnswered(Body):
@@ -45,6 +47,7 @@ class CacheAnswered(Body):
     blocks_wanted: Count = 0
     blocks_held: Count = 0
     refusal: Text = ""
+    prefixes: Annotated[tuple[PrefixRow, ...], Field(strict=False, max_length=PREFIXES_MAX)] | None = None
 
 
 class CacheChangeAsked(Body):

@@ -22,6 +22,7 @@ class Party(StrEnum):
     COORDINATOR = "coordinator or only member"
     BROKER = "broker"
     FOLLOWER = "whoever follows"
+    OPERATOR = "operator"
 
 
 class Store(StrEnum):
@@ -31,6 +32,7 @@ class Store(StrEnum):
     TRANSFER = "transfer"
     FACTS = "facts"
     SETTLE = "settle"
+    BLOCKS = "blocks"
     INSTANCES = "instances"
 
 
@@ -91,6 +93,7 @@ _DECISIONS = (
     events.SettleVoided,
     events.CancelDecided,
 )
+_BLOCKS = (events.BlocksChanged, events.BlocksUnseen)
 _MEMBERS_AND_FOLLOWERS = (Party.MEMBER, Party.FOLLOWER)
 
 CHANNELS = (
@@ -120,6 +123,7 @@ CHANNELS = (
         (
             Carried(events.LendRequested, Party.DESTINATION, (Party.SOURCE,), events.LendAnswered),
             Carried(events.LeaseReleased, Party.DESTINATION, (Party.SOURCE,), events.ReleaseConfirmed),
+            Carried(events.PrefixAsked, Party.DESTINATION, (Party.SOURCE,), events.PrefixAnswered),
         ),
     ),
     Channel(
@@ -132,6 +136,12 @@ CHANNELS = (
         ),
     ),
     Channel(
+        "drain",
+        Family.COMMAND,
+        ("{instance}", Command.DRAIN, "{member}"),
+        (Carried(events.DrainAsked, Party.OPERATOR, (Party.MEMBER,), events.DrainAnswered),),
+    ),
+    Channel(
         "plan",
         Family.COMMAND,
         ("{instance}", Command.PLAN, "{member}"),
@@ -142,6 +152,12 @@ CHANNELS = (
         Family.QUERY,
         ("{instance}", Query.STATS),
         (Carried(events.StatsAsked, Party.FOLLOWER, (Party.MEMBER,), events.StatsAnswered),),
+    ),
+    Channel(
+        "member_stats",
+        Family.QUERY,
+        ("{instance}", Query.STATS, "{member}"),
+        (Carried(events.StatsAsked, Party.REQUESTER, (Party.MEMBER,), events.StatsAnswered),),
     ),
     Channel(
         "snapshot",
@@ -171,9 +187,11 @@ CHANNELS = (
         "heartbeat",
         Family.HEARTBEAT,
         ("{instance}",),
-        _each(Party.MEMBER, _MEMBERS_AND_FOLLOWERS, events.HeartbeatSeen),
+        _each(Party.MEMBER, (*_MEMBERS_AND_FOLLOWERS, Party.REQUESTER), events.HeartbeatSeen),
     ),
     Channel("shares", Family.SHARES, ("{instance}",), _each(Party.MEMBER, (Party.MEMBER,), events.SharesReported)),
+    Channel("blocks", Family.BLOCKS, ("{instance}",), _each(Party.MEMBER, (Party.REQUESTER,), *_BLOCKS), Store.BLOCKS),
+    Channel("live_blocks", Family.LIVE_BLOCKS, ("{instance}",), _each(Party.BROKER, (Party.REQUESTER,), *_BLOCKS)),
     Channel(
         "instances",
         None,

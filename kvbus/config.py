@@ -16,6 +16,9 @@ from kvbus.errors import ConfigError
 from kvbus.topics import escape
 
 ENGINES = ("toy", "transformers")
+"""Those that a worker starts itself."""
+ATTACHING = ("vllm",)
+"""Those that are started by others, and attach to a worker's socket by themselves."""
 DIGESTS = ("off", "grant", "always")
 
 
@@ -52,7 +55,8 @@ class WorkerSettings(BaseModel):
     nats_url: str
     nats_token: str = ""
     prefix: str = "kv"
-    engine: Literal["toy", "transformers"] = "toy"
+    engine: Literal["toy", "transformers", "vllm"] = "toy"
+    """`vllm` is not started here: a vLLM that has kvbus's connector attaches by itself."""
     engine_options: Mapping[str, object] = Field(default_factory=dict)
     pages: Annotated[int, Field(ge=2, le=1 << 24)] = 256
     prompt_tokens_max: Annotated[int, Field(ge=1, le=1 << 22)] = 2_048
@@ -150,12 +154,17 @@ class WorkerSettings(BaseModel):
     @property
     def socket_path(self) -> Path:
         """The local socket of this member, for its engine and for local clients."""
-        return self.run_dir / f"{escape(self.instance)}.{escape(self.member)}.sock"
+        return socket_path(self.run_dir, self.instance, self.member)
 
     @property
     def lock_path(self) -> Path:
         """Held while this member runs, so that no second worker starts under the same name."""
         return self.run_dir / f"{escape(self.instance)}.{escape(self.member)}.lock"
+
+
+def socket_path(run_dir: Path, instance: str, member: str) -> Path:
+    """Return where a member's worker listens for its engine and for local clients."""
+    return run_dir / f"{escape(instance)}.{escape(member)}.sock"
 
 
 def checked_settings(**values: object) -> WorkerSettings:

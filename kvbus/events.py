@@ -11,9 +11,11 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field, ValidationError
 
+from kvbus.blocks import BlocksChanged, BlocksUnseen
 from kvbus.caching import CacheAnswered, CacheAsked, CacheChangeAsked, CacheChanged, NamesForgotten
 from kvbus.codec import pack, unpack
 from kvbus.columns import column, from_column
+from kvbus.draining import DrainAnswered, DrainAsked, MemberState
 from kvbus.errors import PeerError
 from kvbus.parts import (
     REQUEST_LENGTH_MAX_BYTES,
@@ -32,9 +34,11 @@ from kvbus.parts import (
     RequestHash,
     Seconds,
     Text,
+    TracedBody,
     Url,
     VerdictWord,
 )
+from kvbus.prefixes import PrefixAnswered, PrefixAsked
 from kvbus.reporting import (
     BATCH_EVENTS_MAX,
     AttemptMade,
@@ -60,11 +64,15 @@ __all__ = [
     "BATCH_EVENTS_MAX",
     "REQUEST_LENGTH_MAX_BYTES",
     "AttemptMade",
+    "BlocksChanged",
+    "BlocksUnseen",
     "CacheAnswered",
     "CacheAsked",
     "CacheChangeAsked",
     "CacheChanged",
     "CancelDecided",
+    "DrainAnswered",
+    "DrainAsked",
     "EventsBatch",
     "FactsSeen",
     "LeaseGranted",
@@ -74,6 +82,8 @@ __all__ = [
     "OutcomeFixed",
     "PlanAnswered",
     "PlanAsked",
+    "PrefixAnswered",
+    "PrefixAsked",
     "ProcessIdentity",
     "Prompt",
     "ReaderKey",
@@ -111,7 +121,7 @@ class Header(Part):
         return f"{self.i}.{self.m}.{self.e}.{self.s}"
 
 
-class TransferRequested(Body):
+class TransferRequested(TracedBody):
     """A requester asks `destination` to take the KV of a prompt from `source`, ahead of traffic."""
 
     KIND = "transfer_requested"
@@ -189,7 +199,7 @@ class TransferStep(Body):
 # ------------------------------------------------------------------------------------------------ lending, by request
 
 
-class LendRequested(Body):
+class LendRequested(TracedBody):
     """A destination asks a source to lend pages by name. `tokens` travel so that a source may prefill on a miss.
 
     `network`: the reader's network namespace, which tells whether a loopback address leads from there to its source.
@@ -259,6 +269,7 @@ class InstanceRecord(Body):
     transports: tuple[str, ...] = Field(strict=False)
     version: Annotated[str, Field(max_length=32)]
     urls: Annotated[tuple[Url, ...], Field(max_length=8, strict=False)] | None = None
+    state: MemberState | None = None
 
 
 class HeartbeatSeen(Body):
@@ -276,6 +287,7 @@ class HeartbeatSeen(Body):
     facts_sequence: Count
     settle_n: Count
     settle_term: Count = 0
+    state: MemberState | None = None
 
 
 class StatsAsked(Body):
@@ -299,6 +311,8 @@ EventBody = (
     | LendRequested | LendAnswered | LeaseReleased | ReleaseConfirmed
     | InstanceRecord | HeartbeatSeen | StatsAsked | StatsAnswered | SnapshotAsked | SnapshotTaken
     | CacheAsked | CacheAnswered | CacheChangeAsked | CacheChanged | NamesForgotten
+    | BlocksChanged | BlocksUnseen
+    | DrainAsked | DrainAnswered | PrefixAsked | PrefixAnswered
 )  # fmt: skip
 
 KINDS: dict[str, type[Body]] = {body.KIND: body for body in EventBody.__args__}

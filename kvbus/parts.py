@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from kvbus.codec import pack
 from kvbus.topics import escape
+from kvbus.traceparent import TraceParent
 
 REQUEST_LENGTH_MAX_BYTES = 768 << 10
 """Requests carry prompts: 128 k tokens as u32 are 512 KiB; 768 KiB stay under the broker's default 1 MiB."""
@@ -28,6 +29,8 @@ Url = Annotated[str, Field(min_length=1, max_length=512)]
 """A base URL under which HTTP clients know an instance; whoever names it as a source means that instance."""
 RequestHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
+PrefixName = Annotated[bytes, Field(min_length=16, max_length=16)]
+"""The page name of a prefix's last block."""
 VerdictWord = Literal["accepted", "deduped", "skipped_busy", "refused"]
 OnMiss = Literal["prefill", "partial", "fail"]
 
@@ -44,6 +47,12 @@ class Body(Part):
     KIND: ClassVar[str]
 
 
+class TracedBody(Body):
+    """A body that carries its caller's W3C trace context, where there is one; it decides nothing."""
+
+    traceparent: TraceParent = None
+
+
 class Message(Part):
     """One turn of a chat."""
 
@@ -52,17 +61,20 @@ class Message(Part):
 
 
 class Prompt(Part):
-    """Exactly one of: `tokens` (u32 little-endian bytes), `text`, `messages`. The destination's engine tokenizes."""
+    """Exactly one of: `tokens` (u32 little-endian bytes), `text`, `messages`, which the destination's engine tokenizes;
+    or `prefix`, the name of what its source holds: only the source knows the names before it, and nobody its tokens.
+    """
 
     tokens: bytes | None = None
     text: str | None = None
     messages: tuple[Message, ...] | None = Field(default=None, strict=False)
+    prefix: PrefixName | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in ("tokens", "text", "messages") if getattr(self, name) is not None]
+        given = [name for name in ("tokens", "text", "messages", "prefix") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of tokens, text, messages; got {given or 'none'}")
+            raise ValueError(f"give exactly one of tokens, text, messages, prefix; got {given or 'none'}")
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty: there is nothing to transfer")
         if self.tokens is not None and len(self.tokens) % 4:
@@ -78,6 +90,8 @@ class Prompt(Part):
             document["text"] = self.text
         elif self.messages is not None:
             document["messages"] = [[message.role, message.content] for message in self.messages]
+        elif self.prefix is not None:
+            document["prefix"] = self.prefix
         return pack(document)
 
 

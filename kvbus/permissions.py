@@ -46,6 +46,7 @@ class AssetNames:
     settle: str
     instances: str
     epochs: str
+    blocks: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ def _of_instance(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
         topics.settle(name),
         topics.heartbeat(name),
         topics.shares(name),
+        topics.blocks(name),
         _all_of(topics, Family.RESULT),  # the results of whoever asked
         f"{topics.prefix}.{Family.COMMAND.value}.*.{Command.LEASE.value}.*",  # questions to sources, and releases
         f"{topics.command(name, Command.PLAN)}.*",
@@ -112,9 +114,9 @@ def _of_instance(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
     ]
     subscribe = [
         *(topics.command(name, verb) for verb in (Command.TRANSFER, Command.CANCEL, Command.DRAIN)),
-        *(f"{topics.command(name, verb)}.*" for verb in (Command.LEASE, Command.PLAN, Command.CACHE)),
+        *(f"{topics.command(name, verb)}.*" for verb in (Command.LEASE, Command.PLAN, Command.CACHE, Command.DRAIN)),
         *(topics.query(name, verb) for verb in Query),
-        f"{topics.query(name, Query.SNAPSHOT)}.*",
+        *(f"{topics.query(name, verb)}.*" for verb in (Query.SNAPSHOT, Query.STATS)),
         inbox,
     ]
     publish += _history(names.facts, topics.facts(name))  # how requests ended that a run before this one took
@@ -130,10 +132,13 @@ def _of_requester(user: User, inbox: str, topics: Topics, names: AssetNames) -> 
         f"$JS.API.STREAM.INFO.{names.transfer}",  # how many requests wait for a destination; not what they hold
         *(f"{topics.prefix}.{Family.COMMAND.value}.*.{verb.value}" for verb in (Command.TRANSFER, Command.CANCEL)),
         f"{topics.prefix}.{Family.COMMAND.value}.*.{Command.CACHE.value}.*",
+        f"{topics.prefix}.{Family.QUERY.value}.*.{Query.STATS.value}.*",  # counts, which a gateway tells Prometheus
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
+        *_log(names.blocks, topics.blocks_filter()),  # no more than it may ask each cache: a router knows the prompts
     ]
-    return Permissions(tuple(publish), (topics.result(user.name), topics.live_facts(), inbox))
+    subscribe = (topics.result(user.name), topics.live_facts(), topics.live_blocks(), topics.heartbeat(), inbox)
+    return Permissions(tuple(publish), subscribe)
 
 
 def _of_observer(user: User, inbox: str, topics: Topics, names: AssetNames) -> Permissions:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbus.parts import Body, Count, Epoch, Name, OnMiss, Rank, Seconds, Text
+from kvbus.parts import Body, Count, Epoch, Name, OnMiss, Rank, Seconds, Text, TracedBody
 
 Transfer = Annotated[str, Field(min_length=1, max_length=200)]
 Previous = Annotated[str, Field(max_length=200)]
@@ -121,7 +121,7 @@ class PlanAsked(Body):
     transfer: Transfer
 
 
-class PlanAnswered(Body):
+class PlanAnswered(TracedBody):
     """What a member shall bring: `tokens` are the whole prompt's ids as u32 little-endian bytes.
 
     Where the transfer is not known, only `transfer` says anything. `remaining_s` is what is left of its one deadline.

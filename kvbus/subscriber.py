@@ -33,7 +33,7 @@ _HEADERS_ALLOWANCE_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One event as stored: `family` is facts or settle, `sequence` its message's place in that log.
+    """One event as stored: `family` is facts, settle or blocks, `sequence` its message's place in that log.
 
     Events that left together share it: whoever means to read on from there has to have taken all of them. A snapshot
     that a member was asked for has none, so 0: of this run, it contains what has a lower sequence of the member's own.
@@ -65,7 +65,7 @@ class Subscriber:
         """Return how many events were malformed, of an unknown kind, duplicate, or repaired from history."""
         return dict(self._counts)
 
-    async def facts(self, *, since: int = 0, settle: bool = True) -> AsyncGenerator[Seen | Lagged, None]:
+    def facts(self, *, since: int = 0, settle: bool = True) -> AsyncGenerator[Seen | Lagged, None]:
         """Yield stored events after sequence `since` of the facts log, then live ones, each once; never ends.
 
         With `settle` the settle log comes too, merged by time in history and by arrival when live. Malformed events
@@ -76,6 +76,16 @@ class Subscriber:
         if settle:
             logs.append(_Log(Family.SETTLE, self._topics.settle_filter(), 0))
             live.append(self._topics.live_settle())
+        return self._followed(logs, live)
+
+    def blocks(self, *, since: int = 0) -> AsyncGenerator[Seen | Lagged, None]:
+        """Yield what bridges have said of engines' blocks, as `facts` does; each stream has a sequence in its header.
+
+        What is lost here shows in that sequence too: what was known of that instance's blocks then counts no more.
+        """
+        return self._followed([_Log(Family.BLOCKS, self._topics.blocks_filter(), since)], [self._topics.live_blocks()])
+
+    async def _followed(self, logs: Sequence["_Log"], live: Sequence[str]) -> AsyncGenerator[Seen | Lagged, None]:
         inbox = _Inbox()
         subscriptions: list[Subscription] = []
         try:

@@ -33,6 +33,8 @@ class Family(StrEnum):
     RESULT = "result"
     HEARTBEAT = "hb"
     SHARES = "shares"
+    BLOCKS = "blocks"
+    LIVE_BLOCKS = "live.blocks"
 
 
 class Command(StrEnum):
@@ -159,6 +161,14 @@ class Topics:
         """Where the members of an instance tell each other what they hold of its transfers."""
         return self._build(Family.SHARES, instance)
 
+    def blocks(self, instance: str) -> str:
+        """Where a bridge tells which blocks an engine's own cache took up and dropped, into the stream."""
+        return self._build(Family.BLOCKS, instance)
+
+    def live_blocks(self, instance: str | None = None) -> str:
+        """Where the broker repeats what was stored about an engine's blocks; with no instance, a filter for all."""
+        return self._name_or_filter(Family.LIVE_BLOCKS, instance)
+
     def facts_filter(self) -> str:
         """What the facts stream stores."""
         return self._filter(Family.FACTS, None)
@@ -166,6 +176,10 @@ class Topics:
     def settle_filter(self) -> str:
         """What the settle stream stores."""
         return self._filter(Family.SETTLE, None)
+
+    def blocks_filter(self) -> str:
+        """What the blocks stream stores."""
+        return self._filter(Family.BLOCKS, None)
 
     def parse(self, subject: str) -> Subject:
         """Return the parts of a subject; PeerError unless a builder of this class could have made it."""
@@ -199,7 +213,7 @@ _NAME_ONLY = (1, 1, re.compile(r"(?!)"))
 _TAILS: dict[Family, tuple[int, int, re.Pattern[str]]] = {
     Family.TRANSFER: (2, 2, REQUEST_HASH_PATTERN),
     Family.COMMAND: (2, 3, re.compile("|".join(rf"{verb.value}\.?" for verb in Command))),
-    Family.QUERY: (2, 3, re.compile("|".join((*(verb.value for verb in Query), rf"{Query.SNAPSHOT.value}\.")))),
+    Family.QUERY: (2, 3, re.compile("|".join((*Query, *(rf"{verb}\." for verb in (Query.SNAPSHOT, Query.STATS)))))),
 }
 """What stands after the family: how many tokens, fewest and most, and what the second may be; with a dot behind it,
 where a member follows."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
-from kvbus.config import WorkerSettings
+from kvbus.config import ATTACHING, WorkerSettings
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
@@ -37,8 +37,13 @@ TICK_S = 1.0
 """A round runs at least this often, for deadlines; with transfers in flight, four times as often."""
 ENGINE_WAIT_S = 180.0
 """Loading a model of hundreds of MB from a cold disk, with torch's own import, on two busy cores."""
+ATTACH_WAIT_S = 900.0
+"""For an engine that somebody else starts: five times as long, since a person may have to."""
 ENGINE_RESTARTS_MAX = 3
 """An engine that died three times will die a fourth time; then somebody has to look."""
+FINISH_S = 2.0
+"""For transfers to end by themselves before they are handed back: most take milliseconds, and containers are given ten
+seconds in all."""
 STOP_BUDGET_S = 3.0
 """For each part of the shutdown: transfers, the engine, leases, the outbox. What is not evident by then stays mapped
 until the process exits; in all a worker ends within half a minute."""
@@ -61,7 +66,8 @@ class TroubleLog:
         """Log what concerns no single lease, and contradictions."""
         if detail.ticket == 0 or detail.failure is FailureClass.CONTRADICTION:
             level = logging.INFO if detail.text.endswith(STOPPING) else logging.WARNING
-            log.log(level, "%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer)
+            about = {"ticket": detail.ticket}
+            log.log(level, "%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer, extra=about)
 
 
 @dataclass(slots=True)
@@ -84,6 +90,10 @@ class Worker:
         """Ask the worker to end; it does so in order, within bounds."""
         self._stop.set()
 
+    def counters(self) -> Mapping[str, int | float | str]:
+        """Return what this member counts, by name; nothing before its engine is there."""
+        return self.parts.counters() if self.parts else {}
+
     async def run(self) -> None:
         """Run until `stop`; ConfigError or BusError where it cannot start, and nothing is left behind then."""
         with WorkerLock(self.settings):
@@ -100,6 +110,8 @@ class Worker:
                 if parts is None:
                     return  # told to stop before the engine was there
                 await parts.intake.listen()
+                parts.drain.leave = self.stop
+                await parts.drain.listen()
                 await parts.presence.register()
                 tasks["presence"] = self._spawn(parts.presence.run(), "presence")
                 if parts.rollback is not None:
@@ -163,7 +175,7 @@ class Worker:
             reads=base.reads,
             writes=base.writes,
             clock=time.monotonic,
-            counters=self._counters,
+            counters=self.counters,
         )
         self._port = EnginePort(self.settings.socket_path, self._desk, self._on_engine, self._on_engine_lost)
         await self._port.start()
@@ -180,9 +192,6 @@ class Worker:
             raise ConfigError("no engine has attached yet")
         return self.parts.rounds
 
-    def _counters(self) -> Mapping[str, int | float | str]:
-        return self.parts.counters() if self.parts else {}
-
     def _on_engine(self, hello: Hello) -> None:
         log.info("engine %s %s attached: %s", hello.engine, hello.version, hello.model)
         self._attached.set()
@@ -195,7 +204,8 @@ class Worker:
         waiting = self._spawn(_wait(self._attached), "attach")
         stopped = self._spawn(_wait(self._stop), "stop")
         wanted = {waiting, stopped, *tasks.values()}
-        ended, _ = await asyncio.wait(wanted, timeout=ENGINE_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        wait_s = ATTACH_WAIT_S if self.settings.engine in ATTACHING else ENGINE_WAIT_S
+        ended, _ = await asyncio.wait(wanted, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         stopped.cancel()
         for task in ended & set(tasks.values()):
@@ -204,14 +214,17 @@ class Worker:
             return None
         if self.parts is None:
             raise ConfigError(
-                f"the {self.settings.engine} engine did not attach within {ENGINE_WAIT_S:g} s; its own output says why"
+                f"the {self.settings.engine} engine did not attach within {wait_s:g} s; its own output says why"
             )
         return self.parts
 
     # ------------------------------------------------------------------------------------------------------- engine
 
     async def _keep_engine(self) -> None:
-        """Start the engine's process, and start it again when it dies, a few times."""
+        """Start the engine's process, and start it again when it dies, a few times; unless it attaches by itself."""
+        if self.settings.engine in ATTACHING:
+            await self._stop.wait()
+            return
         for start in range(ENGINE_RESTARTS_MAX + 1):
             code = await self._run_engine()
             if self._stop.is_set():
@@ -255,6 +268,7 @@ class Worker:
             parts.source.released(reader.key, reader.nonce)
         parts.source.tick()
         parts.destination.tick()
+        parts.drain.tick()
 
     async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> None:
         stopped = self._spawn(_wait(self._stop), "stop")
@@ -272,8 +286,6 @@ class Worker:
         Also the way out after a fault: then rounds may not run by themselves any more, so they are run here.
         """
         self._stop.set()
-        if "intake" in tasks:
-            tasks["intake"].cancel()
         if self.parts is not None:
             await self._end_traffic(self.parts)
         if self._port is not None and not await self._port.close():
@@ -291,21 +303,30 @@ class Worker:
         base.watch.close()
 
     async def _end_traffic(self, parts: Parts) -> None:
-        """Take and lend nothing new; wait, bounded, until transfers have ended and readers have let go."""
-        parts.source.stop_lending()
-        parts.destination.stop(f"{self.settings.instance} is shutting down")
+        """Take and lend nothing new; wait, bounded, until transfers have ended and readers have let go.
+
+        What has not ended by then is stopped, and its request handed back to the queue, for the next run.
+        """
+        why = f"{self.settings.instance} is shutting down"
+        await parts.drain.stop(why)
 
         def ended() -> bool:
             self._round(parts)
             return not parts.destination.running and not parts.lending.statistics().lent
 
-        await _until(ended, STOP_BUDGET_S)
+        if not await _until(ended, FINISH_S):
+            parts.destination.stop(why)
+            await _until(ended, STOP_BUDGET_S)
         await parts.asker.flush(FLUSH_S)
 
     async def _stop_listening(self, parts: Parts, tasks: dict[str, asyncio.Task[None]]) -> None:
         """The forced close may have ended the last reads: tell their sources too, then leave the bus."""
         await parts.asker.flush(FLUSH_S)
         await parts.asker.close()
+        await parts.drain.close()
+        if "intake" in tasks:
+            tasks["intake"].cancel()  # until here it gave back at once what the queue still offered
+        await parts.intake.flush(FLUSH_S)
         await parts.intake.close()
         if parts.council is not None and parts.sharing is not None:  # until here it heard how its transfers end
             tasks["council"].cancel()
@@ -365,9 +386,13 @@ async def _until(true: Callable[[], bool], budget_s: float) -> bool:
     return True
 
 
-async def run_worker(settings: WorkerSettings, bus: Bus, on_ready: Callable[[str], None]) -> None:
-    """Run one worker until SIGTERM or SIGINT; the bus is the caller's to close."""
+async def run_worker(
+    settings: WorkerSettings, bus: Bus, on_ready: Callable[[str], None], on_made: Callable[[Worker], None] | None = None
+) -> None:
+    """Run one worker until SIGTERM or SIGINT; the bus is the caller's to close. `on_made` gets it before it runs."""
     worker = Worker(settings, bus, on_ready)
+    if on_made is not None:
+        on_made(worker)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)

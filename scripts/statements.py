@@ -174,7 +174,6 @@ OPEN = {
     "P24": "The bound for each destination is kept by requesters; the broker bounds all together, and each consumer.",
     "H27": "No transfer enters the engine's batch: pages move beside it, and there is no result to finish.",
     "H31": "The source's side is that of P9 and 34, whoever asked; nothing of it is HTTP.",
-    "H37": "Transfers are asked for ahead of traffic; no engine takes a source's name with a request yet.",
 }
 """Statements that cannot be proved here yet, wholly or in part, each with the reason."""
 

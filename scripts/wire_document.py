@@ -23,6 +23,7 @@ STREAMS = {
     Store.TRANSFER: ASSETS.transfer,
     Store.FACTS: ASSETS.facts,
     Store.SETTLE: ASSETS.settle,
+    Store.BLOCKS: ASSETS.blocks,
     Store.INSTANCES: f"KV_{ASSETS.bucket(BUCKET_INSTANCES)}",
 }
 EXAMPLES = {

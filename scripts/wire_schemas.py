@@ -57,6 +57,13 @@ BYTES = {
     ("PagesFound", "digests"): Bytes("digests of what the grant said of these pages, one a page", 8),
     ("InstanceRecord", "verify_key"): Bytes("The Ed25519 key that grants are checked with, 32 bytes."),
     ("PlanAnswered", "tokens"): Bytes("token ids", 4),
+    ("Prompt", "prefix"): Bytes("The page name of a prefix's last block, 16 bytes."),
+    ("PrefixRow", "name"): Bytes("The page name of a prefix's last block, 16 bytes."),
+    ("PrefixAsked", "name"): Bytes("The page name of a prefix's last block, 16 bytes."),
+    ("PrefixAnswered", "names"): Bytes("Page names of 16 bytes each, the prompt's first block first."),
+    ("BlockChange", "hashes"): Bytes("The engine's own hash of one block; a number in big-endian order."),
+    ("BlockChange", "names"): Bytes("One block's name: 16 bytes, or none."),
+    ("BlockChange", "parent"): Bytes("The hash of the block before the first."),
 }
 """Every field of bytes, by model and name; `schemas` refuses a field that is missing here, and one that is no more."""
 

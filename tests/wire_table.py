@@ -59,7 +59,7 @@ def is_ours(subject: str) -> bool:
 def _misfits(channel: Channel, subject: str, header: Header) -> bool:
     """Whether the speaker is another than the table names: no member at all, or a member of another instance."""
     sender = next((one.sender for one in channel.carries if header.k == one.body.KIND), None)
-    if sender in {Party.REQUESTER, Party.FOLLOWER}:
+    if sender in {Party.REQUESTER, Party.FOLLOWER, Party.OPERATOR}:
         return header.m != ""
     of_that_instance = channel.family is None or header.i == TOPICS.parse(subject).name
     return not header.m or (sender in {Party.MEMBER, Party.COORDINATOR, Party.BROKER} and not of_that_instance)

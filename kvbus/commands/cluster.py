@@ -59,7 +59,11 @@ class ClusterPlan:
     prefix: str = "kv"
     store_dir: Path | None = None
     log_level: str = "info"
+    log_form: str = "text"
     limits: TransferLimits = field(default_factory=TransferLimits)
+    ready_wait_s: float = READY_WAIT_S
+    metrics_port: int = 0
+    """The first of the ports of loopback at which the workers serve their metrics; 0: they serve none."""
     http_port: int | None = None
     """Where a gateway for these instances listens; 0 takes a free port, None starts none."""
 
@@ -107,6 +111,11 @@ class Cluster:
     def log(self, instance: str) -> Path:
         """Where an instance's worker and engine write their log."""
         return self.run_dir / f"{instance}.log"
+
+    def metrics_url(self, instance: str) -> str:
+        """Where an instance's worker serves its metrics; empty where it serves none."""
+        first = self.plan.metrics_port
+        return f"http://127.0.0.1:{first + self.plan.instances.index(instance)}/metrics" if first else ""
 
     async def start(self, progress: Callable[[str], None]) -> None:
         """Start everything; ConfigError or BusError with the failing part's own words where that does not work."""
@@ -160,6 +169,20 @@ class Cluster:
         if not self.keep_logs:  # a log that somebody was told to read stays
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
+    async def restart(self, instance: str, plan: ClusterPlan) -> None:
+        """End an instance's worker, and start it again as another plan has it; return once it is ready."""
+        await self.end(instance, signal.SIGTERM)
+        self.plan = plan
+        self.workers[instance] = await self._start_worker(instance)
+        self.registered[instance] = await self._until_ready(instance)
+
+    async def end(self, instance: str, number: signal.Signals) -> None:
+        """End an instance's worker by a signal, and wait until it is gone."""
+        worker = self.workers[instance]
+        if worker.returncode is None:
+            worker.send_signal(number)
+        await _end(worker)
+
     async def until_part_ends(self) -> str:
         """Wait until a worker or the gateway ends, and return a sentence about it."""
         waits = {
@@ -199,9 +222,11 @@ class Cluster:
         command += ["--digests", plan.digests]
         command += ["--rate-limit", str(plan.rate_limit_bytes_s), "--run-dir", str(self.run_dir)]
         command += ["--inflight-max", str(plan.limits.inflight_max), "--dedup-ttl", str(plan.limits.dedup_ttl_s)]
-        command += ["--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
+        command += ["--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level, "--log", plan.log_form]
         command += ["--parent-pid", str(os.getpid())]
         command += [part for name in others for part in ("--allow", name)]
+        if url := self.metrics_url(instance):
+            command += ["--metrics", url.removeprefix("http://").removesuffix("/metrics")]
         command += self._tls_arguments()
         with self.log(instance).open("ab") as log:
             return await asyncio.create_subprocess_exec(
@@ -215,12 +240,14 @@ class Cluster:
 
     def _door_arguments(self, port: int) -> list[str]:
         plan = self.plan
-        arguments = ["--port", str(port), "--nats", self.url, "--prefix", plan.prefix, "--log-level", plan.log_level]
+        arguments = ["--port", str(port), "--nats", self.url, "--prefix", plan.prefix]
+        arguments += ["--log-level", plan.log_level, "--log", plan.log_form]
         arguments += ["--inflight-max", str(plan.limits.inflight_max), "--dedup-ttl", str(plan.limits.dedup_ttl_s)]
         arguments += [part for name in plan.instances for part in ("--instance", name)]
         if "KV_TRANSFER_SOURCE_ALLOW" not in os.environ:
             arguments += ["--source-allow", ",".join(plan.instances)]
-        return [*arguments, "--parent-pid", str(os.getpid()), *self._tls_arguments()]
+        arguments += ["--run-dir", str(self.run_dir), "--parent-pid", str(os.getpid())]
+        return [*arguments, *self._tls_arguments()]
 
     def _tls_arguments(self) -> list[str]:
         tls = self.plan.tls
@@ -247,7 +274,7 @@ class Cluster:
             raise ConfigError("the cluster has no broker")
         worker = self.workers[instance]
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + READY_WAIT_S
+        deadline = loop.time() + self.plan.ready_wait_s
         while loop.time() < deadline:
             found = await lookup(self.bus, instance)
             ours = [one for one in found if one.record.process.pid == worker.pid]
@@ -258,7 +285,8 @@ class Cluster:
                 words = self._last_words(instance)
                 raise ConfigError(f"instance {instance} did not start: {words}", log=str(self.log(instance)))
             await asyncio.sleep(POLL_S)
-        raise ConfigError(f"instance {instance} was not ready within {READY_WAIT_S:g} s: {self._last_words(instance)}")
+        words, wait_s = self._last_words(instance), self.plan.ready_wait_s
+        raise ConfigError(f"instance {instance} was not ready within {wait_s:g} s: {words}")
 
     def _last_words(self, instance: str) -> str:
         try:

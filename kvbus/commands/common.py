@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,10 @@ EXIT_FAILED = 1
 """The command ran, and what it was asked for did not come about."""
 EXIT_CONFIG = 2
 """The command could not run: the sentence on stderr says what to do. Click uses the same status for wrong options."""
+EXIT_OPEN = 3
+"""What was asked for may still come about: no end came within the wait."""
+EXIT_BUSY = 4
+"""It was not begun, since there was too much to do: try again later."""
 EXIT_INTERRUPTED = 130
 NO_SUCH_STREAM = 10059
 """JetStream's own number for a stream that does not exist; buckets are streams."""
@@ -83,7 +86,7 @@ def _file_options() -> tuple[Callable[[F], F], ...]:
     told = (
         ("--tls-key", None, "The key of that certificate."),
         ("--tls-cert", None, "Our certificate, where the broker asks for one."),
-        ("--tls-ca", None, "The authority that signed the broker's certificate."),
+        ("--tls-ca", "KVBUS_NATS_TLS_CA", "The authority that signed the broker's certificate."),
         ("--credentials", "KVBUS_NATS_CREDENTIALS", "A credential of `kvbus auth init`."),
     )
     return tuple(
@@ -150,13 +153,6 @@ def print_document(document: Mapping[str, object]) -> None:
     json.dump(document, sys.stdout, default=_plain)
     sys.stdout.write("\n")
     sys.stdout.flush()
-
-
-def set_up_logging(level: str) -> None:
-    """Send log lines to stderr, one format for all commands."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
 
 
 def _plain(value: object) -> object:

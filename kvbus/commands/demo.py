@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvbus.commands.audit import audit_log
 from kvbus.commands.audit import lines as audit_lines
@@ -26,6 +25,7 @@ from kvbus.commands.rendering import LinePrinter, printable
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.wording import lines_of
 from kvbus.commands.worker import engine_options
+from kvbus.commands.working import working
 from kvbus.config import DIGESTS, ENGINES
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.errors import BackendError
@@ -95,14 +95,14 @@ async def _demo(plan: ClusterPlan, file: Path | None, *, as_json: bool) -> int:
     if this is not None:  # told to end, it ends what it started, as it does on Ctrl-C
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     try:
-        with _working(screen, "starting two instances") as say:
+        with working(screen, "starting two instances") as say:
             await cluster.start(say)
         shown.model = cluster.registered[DESTINATION].record.model
         async with _facts(cluster, shown, screen) as hold:
             await _show(cluster, shown, screen, hold)
             await _audit(cluster, shown, screen, file)
     finally:
-        with _working(screen, "stopping") as say:
+        with working(screen, "stopping") as say:
             await cluster.stop()
     screen.print(result_table(shown))
     for fault in shown.faults:
@@ -170,7 +170,7 @@ class _Steps:
 
     async def warm_up(self, ids: tuple[int, ...]) -> None:
         """Run both ways once on another prompt, so that neither measured run pays for a first time."""
-        with _working(self.screen, "warming both instances up on another prompt"):
+        with working(self.screen, "warming both instances up on another prompt"):
             await self._answer(self.lender, ids, reuse=False)
             await self._answer(self.taker, ids, reuse=False)
             await self._transfer(ids)
@@ -182,7 +182,7 @@ class _Steps:
         """Answer with nothing in the cache and nothing stored."""
         held = await asyncio.to_thread(self.taker.held, ids)
         self.shown.expect(held == 0, f"b holds none of the prompt's blocks before the cold run (it holds {held})")
-        with _working(self.screen, f"b answers {len(ids)} tokens cold"):
+        with working(self.screen, f"b answers {len(ids)} tokens cold"):
             answer = await self._answer(self.taker, ids)
         self.shown.expect(answer.end.cached_tokens == 0, "the cold run reuses nothing")
         self.shown.ttft_cold_s, self.shown.cold = answer.ttft_s, answer.end.tokens
@@ -192,7 +192,7 @@ class _Steps:
 
     async def stage(self, ids: tuple[int, ...], text: str) -> TransferOutcome | None:
         """Have b take the prompt's KV from a, which computes it for that."""
-        with _working(self.screen, text):
+        with working(self.screen, text):
             verdict, outcome = await self._transfer(ids)
         if outcome is not None:
             size = outcome.length_bytes / 1e6
@@ -208,7 +208,7 @@ class _Steps:
         """Answer from the staged pages."""
         held = await asyncio.to_thread(self.taker.held, ids)
         self.shown.expect(held == self.shown.pages, f"b holds the {self.shown.pages} staged blocks (it holds {held})")
-        with _working(self.screen, "b answers from the staged pages"):
+        with working(self.screen, "b answers from the staged pages"):
             answer = await self._answer(self.taker, ids)
         self.shown.expect(answer.end.cached_tokens > 0, "the staged run reuses the pages")
         self.shown.ttft_staged_s, self.shown.staged = answer.ttft_s, answer.end.tokens
@@ -216,7 +216,7 @@ class _Steps:
 
     async def poison(self, ids: tuple[int, ...]) -> None:
         """Change one staged page in memory: the answer must change. Then evict it: the answer must be right again."""
-        with _working(self.screen, "changing one staged page, and asking once more"):
+        with working(self.screen, "changing one staged page, and asking once more"):
             where = await asyncio.to_thread(self.taker.where, ids)
             page = where.pages[len(where.pages) // 2]
             flip_top_exponent_bits(where, page)
@@ -297,16 +297,3 @@ async def _facts(cluster: Cluster, shown: Shown, screen: Console) -> AsyncIterat
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _working(screen: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show what is going on, with a moving bar and the time, while the block runs."""
-    if not screen.is_terminal:  # a log file has no use for a moving bar, but for what it would have said
-        screen.print(f"{text} …")
-        yield lambda said: screen.print(f"{said} …")
-        return
-    columns = (TextColumn("[dim]{task.description}[/]"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        bar = progress.add_task(text, total=None)
-        yield lambda said: progress.update(bar, description=said)

@@ -29,7 +29,7 @@ def doctor(nats_url: str, token: str, prefix: str, as_json: bool) -> int:
     Nothing is changed. Ends with status 0, or 1 where something is wrong; warnings do not count.
     """
     screen = console(as_json=as_json)
-    findings = asyncio.run(_examine(nats_url, token, prefix, lambda text: screen.print(f"[dim]{text} …[/]")))
+    findings = asyncio.run(examine(nats_url, token, prefix, lambda text: screen.print(f"[dim]{text} …[/]")))
     if as_json:
         print_document(document_of(findings))
     else:
@@ -37,7 +37,8 @@ def doctor(nats_url: str, token: str, prefix: str, as_json: bool) -> int:
     return 0 if is_well(findings) else EXIT_FAILED
 
 
-async def _examine(nats_url: str, token: str, prefix: str, progress: Callable[[str], None]) -> list[Finding]:
+async def examine(nats_url: str, token: str, prefix: str, progress: Callable[[str], None]) -> list[Finding]:
+    """Look at everything, telling what is being looked at; nothing is changed."""
     progress("looking at this host")
     findings = [*check_python(), *check_kernel(), *check_files(os.environ)]
     progress("reading between two processes")

@@ -3,10 +3,14 @@
 import asyncio
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 
-from kvbus.commands.common import broker_options, connect, json_option, print_document, set_up_logging
+from kvbus import tracing
+from kvbus.commands.common import broker_options, connect, json_option, print_document
+from kvbus.commands.log_lines import log_option, say, set_up_logging
+from kvbus.commands.worker import default_run_dir
 from kvbus.errors import ConfigError
 from kvbus.processes import ProcessWatch, identity
 from kvbus.topics import Topics
@@ -45,8 +49,15 @@ def is_installed() -> bool:
     envvar="KV_TRANSFER_DEDUP_TTL",
     help="Seconds in which a repeat joins.",
 )
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where workers of this host have their sockets, for /v1/completions; else their own default.",
+)
 @click.option("--parent-pid", default=0, hidden=True, help="Stop when this process has ended.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@log_option
 @broker_options
 @json_option
 def gateway(nats_url: str, token: str, prefix: str, as_json: bool, **options: object) -> None:
@@ -57,7 +68,8 @@ def gateway(nats_url: str, token: str, prefix: str, as_json: bool, **options: ob
     """
     if not is_installed():
         raise ConfigError("the gateway needs more than kvbus itself: pip install 'kvbus[gateway]'")
-    set_up_logging(str(options.pop("log_level")))
+    set_up_logging(str(options.pop("log_level")), str(options["log_form"]))
+    tracing.set_up()
     asyncio.run(_run(nats_url, token, prefix, options, as_json=as_json))
 
 
@@ -65,7 +77,8 @@ async def _run(nats_url: str, token: str, prefix: str, options: dict[str, object
     from kvbus.gateway.serving import run_gateway
     from kvbus.gateway.settings import checked_gateway_settings
 
-    parent_pid = int(str(options.pop("parent_pid")))
+    parent_pid, form = int(str(options.pop("parent_pid"))), str(options.pop("log_form"))
+    options["run_dir"] = options["run_dir"] or default_run_dir()
     settings = checked_gateway_settings(**options)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +88,7 @@ async def _run(nats_url: str, token: str, prefix: str, options: dict[str, object
         if as_json:
             print_document({"ready": True, "url": url})
         else:
-            click.echo(f"gateway: {url} (what it offers: {url}/docs)", err=True)
+            say(f"gateway: {url} (a live page; what else it offers: {url}/docs)", form)
 
     _watch_parent(parent_pid, stop)
     bus = await connect(nats_url, token, prefix, name="kvbus-gateway")

@@ -104,6 +104,7 @@ def asset_names(topics: Topics) -> AssetNames:
         settle=assets.settle,
         instances=assets.bucket(BUCKET_INSTANCES),
         epochs=assets.bucket(BUCKET_EPOCH),
+        blocks=assets.blocks,
     )
 
 
@@ -120,7 +121,7 @@ def rights_of(user: User, topics: Topics) -> Iterator[_Right]:
 
 def _own_rights(user: User, topics: Topics, names: AssetNames) -> Iterator[_Right]:
     own, queue = user.name, work_consumer_of(user.name)
-    stored = [topics.facts(own), topics.settle(own)]
+    stored = [topics.facts(own), topics.settle(own), topics.blocks(own)]
     buckets = (names.instances, names.epochs)
     stored += [f"$KV.{bucket}.{bucket_key(own, member)}" for bucket in buckets for member in user.members]
     for subject in stored:
@@ -136,7 +137,8 @@ def _own_rights(user: User, topics: Topics, names: AssetNames) -> Iterator[_Righ
     heard = [topics.command(own, verb) for verb in (Command.TRANSFER, Command.CANCEL)]
     alone = (Command.LEASE, Command.PLAN, Command.CACHE)
     heard += [topics.command(own, verb, member) for verb in alone for member in user.members]
-    heard += [topics.query(own, Query.STATS), *(topics.query(own, Query.SNAPSHOT, name) for name in user.members)]
+    heard.append(topics.query(own, Query.STATS))
+    heard += [topics.query(own, verb, name) for verb in (Query.SNAPSHOT, Query.STATS) for name in user.members]
     if len(user.members) > 1:
         asked += [f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle(own)}", f"STREAM.MSG.GET.{names.settle}"]
         heard += [topics.live_settle(own), topics.shares(own), topics.heartbeat(own)]
@@ -155,6 +157,7 @@ def _stream_rights(topics: Topics, names: AssetNames) -> Iterator[_Right]:
     for build in (
         topics.facts,
         topics.settle,
+        topics.blocks,
         lambda name: f"$KV.{names.instances}.{bucket_key(name, 'm0')}",
         lambda name: f"$KV.{names.epochs}.{bucket_key(name, 'm0')}",
     ):
@@ -166,6 +169,7 @@ def _stream_rights(topics: Topics, names: AssetNames) -> Iterator[_Right]:
         (_ALL, f"STREAM.INFO.KV_{names.instances}"),
         (facts, f"CONSUMER.CREATE.{names.facts}.{PROBE}.{topics.facts_filter()}"),
         (settle, f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle_filter()}"),
+        (requesters, f"CONSUMER.CREATE.{names.blocks}.{PROBE}.{topics.blocks_filter()}"),
         (facts, f"STREAM.INFO.{names.transfer}"),
         (operator, f"STREAM.MSG.GET.{names.transfer}"),
         (operator, f"STREAM.CREATE.{PROBE}"),
@@ -200,12 +204,14 @@ def _message_rights(topics: Topics) -> Iterator[_Right]:
         (operator, topics.shares),
         (nobody, topics.live_facts),
         (nobody, topics.live_settle),
+        (nobody, topics.live_blocks),
         (asking, topics.result),
         (asking, lambda name: topics.command(name, Command.LEASE, "m0")),
         (operator, lambda name: topics.command(name, Command.PLAN, "m0")),
         (requesters, lambda name: topics.command(name, Command.TRANSFER)),
         (requesters, lambda name: topics.command(name, Command.CANCEL)),
         (requesters, lambda name: topics.command(name, Command.CACHE, "m0")),
+        (requesters, lambda name: topics.query(name, Query.STATS, "m0")),
         (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.STATS)),
         (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.SNAPSHOT, "m0")),
     ):
@@ -217,8 +223,9 @@ def _hearing_rights(topics: Topics) -> Iterator[_Right]:
     commands = f"{topics.prefix}.{Family.COMMAND.value}"
     for roles, build in (
         (frozenset({_REQUESTER, _OBSERVER, _OPERATOR}), lambda _: topics.live_facts()),
+        (frozenset({_REQUESTER, _OBSERVER, _OPERATOR}), lambda _: topics.heartbeat()),
         (observers, lambda _: topics.live_settle()),
-        (observers, lambda _: topics.heartbeat()),
+        (frozenset({_REQUESTER, _OPERATOR}), lambda _: topics.live_blocks()),
         (operator, lambda _: topics.transfer_filter()),
         (operator, topics.transfer_filter),
         (operator, lambda _: f"{commands}.>"),

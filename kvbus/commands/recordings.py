@@ -5,7 +5,10 @@ its length and its CRC-32 (u32 each, little-endian), then one msgpack map. A fil
 bit that flipped fails the checksum, an event that is gone leaves a jump in its log's sequence.
 """
 
+import gzip
+import io
 import struct
+import tarfile
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -28,6 +31,9 @@ EVENTS_MAX = 200_000
 FILE_LENGTH_MAX_BYTES = 1 << 30
 """A recording is read into memory at once; a broker's facts log holds as much by default."""
 
+LOGS_NAME = "logs.kvbus.gz"
+"""The recording in a dump's archive."""
+_GZIP = b"\x1f\x8b"
 _MAGIC = b"kvbus recording\n"
 _FORMAT = 1
 _HEAD = struct.Struct("<II")
@@ -236,14 +242,30 @@ def read_record(path: Path) -> Record:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"the recording cannot be read: {error}") from error
+    if data.startswith(_GZIP):
+        data = _from_archive(data)
     if not data.startswith(_MAGIC):
-        raise ConfigError(f"{path} is no recording: make one with `kvbus watch --record FILE`")
+        raise ConfigError(f"{path} is no recording: make one with `kvbus watch --record FILE` or `kvbus dump`")
     record = Record()
     try:
         _fill(record, _frames(data))
     except PeerError as error:
         record.faults.append(str(error))
     return record
+
+
+def _from_archive(data: bytes) -> bytes:
+    """Return the recording that a dump's archive holds; nothing where there is none in it."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            for entry in archive:
+                file = archive.extractfile(entry) if entry.isfile() and entry.name.endswith(LOGS_NAME) else None
+                if file is not None:
+                    with gzip.open(file) as recording:
+                        return recording.read(FILE_LENGTH_MAX_BYTES)
+    except (tarfile.TarError, OSError, EOFError, zlib.error):
+        return b""
+    return b""
 
 
 def _fill(record: Record, frames: Iterator[dict[str, object]]) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, entering, entering_options, json_option, print_document
 from kvbus.commands.gateway import is_installed
+from kvbus.commands.log_lines import log_option
 from kvbus.commands.worker import engine_options
 from kvbus.config import DIGESTS, ENGINES, TransferLimits, state_dir, write_state
 from kvbus.errors import ConfigError
@@ -40,6 +41,12 @@ from kvbus.errors import ConfigError
 @click.option("--http/--no-http", default=is_installed, help="Serve HTTP as well; by default where it is installed.")
 @click.option("--http-port", default=0, metavar="PORT", help="Its port; 0 takes a free one.")
 @click.option(
+    "--metrics-port",
+    default=0,
+    metavar="PORT",
+    help="Let each worker serve its metrics as well: the first here, the others at the ports that follow.",
+)
+@click.option(
     "--inflight-max",
     default=4,
     show_default=True,
@@ -53,6 +60,7 @@ from kvbus.errors import ConfigError
     envvar="KV_TRANSFER_DEDUP_TTL",
     help="Seconds in which a repeat joins.",
 )
+@log_option
 @entering_options
 @json_option
 def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
@@ -77,7 +85,9 @@ def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
         nats_port=int(str(settings["port"])),
         store_dir=state_dir() / "nats",
         guarded=bool(settings["guarded"]),
+        log_form=str(settings["log_form"]),
         limits=_limits(settings),
+        metrics_port=int(str(settings["metrics_port"])),
         http_port=int(str(settings["http_port"])) if settings["http"] else None,
         **entering(),
     )
@@ -156,8 +166,11 @@ def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
         )
         say(f"instance [bold]{name}[/]: {engine}, {one.record.pages} pages, {size:.0f} MB")
     say(f"broker: {cluster.url}")
+    if cluster.plan.metrics_port:
+        say(f"metrics: {', '.join(map(cluster.metrics_url, names))}")
     if cluster.door is not None:
         say(f"gateway: {cluster.door.url} (what it offers: {cluster.door.url}/docs)")
+        say(f"live page: {cluster.door.url}/")
     if cluster.plan.guarded:
         say(f"credentials: {cluster.keys}")
     if len(names) > 1:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import click
 
+from kvbus import tracing
 from kvbus.bus_assets import WorkLimits
-from kvbus.commands.common import Entering, broker_options, entering, json_option, print_document, set_up_logging
-from kvbus.config import DIGESTS, ENGINES, WorkerSettings, checked_settings, discover
+from kvbus.commands.common import Entering, broker_options, entering, json_option, print_document
+from kvbus.commands.log_lines import log_option, say, set_up_logging
+from kvbus.commands.worker_metrics import serving_metrics
+from kvbus.config import ATTACHING, DIGESTS, ENGINES, WorkerSettings, checked_settings, discover
 from kvbus.engines.model_cache import default_folder
 from kvbus.errors import ConfigError
 from kvbus.permissions import Role, User
@@ -54,7 +57,7 @@ def json_object(option: str, given: str) -> dict[str, object]:
 @click.option("--instance", required=True, help="The serving instance's name.")
 @click.option("--member", default="m0", show_default=True, help="This process among the instance's hosts.")
 @click.option("--members", default="", metavar="A,B", help="All members in order of ranks; none: no other.")
-@click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
+@click.option("--engine", type=click.Choice((*ENGINES, *ATTACHING)), default="toy", show_default=True)
 @click.option("--engine-options", default="", metavar="JSON", help="Options of the engine, e.g. its model folder.")
 @click.option("--pages", default=256, show_default=True, help="Pages in the pool.")
 @click.option("--prompt-tokens-max", default=2048, show_default=True, help="Longest prompt to keep room for.")
@@ -80,9 +83,11 @@ def json_object(option: str, given: str) -> dict[str, object]:
 @click.option("--devices", default="lo", show_default=True, help="Network devices for UCX.")
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
 @click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
+@click.option("--metrics", default="", metavar="HOST:PORT", help="Serve metrics here: loopback, unless HOST is given.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Folder for socket and lock.")
 @click.option("--parent-pid", default=0, hidden=True, help="Stop when this process has ended.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@log_option
 @broker_options
 @json_option
 def worker(nats_url: str, token: str, source_allow: tuple[str, ...], as_json: bool, **options: object) -> None:
@@ -90,13 +95,16 @@ def worker(nats_url: str, token: str, source_allow: tuple[str, ...], as_json: bo
 
     Logs go to stderr. With --json one document on stdout says when it is ready.
     """
-    set_up_logging(str(options.pop("log_level")))
+    form = str(options.pop("log_form"))
+    set_up_logging(str(options.pop("log_level")), form)
+    tracing.set_up()
     files = entering(discovered=not nats_url)
     if not nats_url:
         nats_url, found = discover()
         token = token or found
+    metrics = str(options.pop("metrics"))
     settings = _settings(nats_url, token, source_allow, options)
-    asyncio.run(_run(settings, files, as_json=as_json))
+    asyncio.run(_run(settings, files, metrics, form, as_json=as_json))
 
 
 def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options: dict[str, object]) -> WorkerSettings:
@@ -120,7 +128,7 @@ def _settings(nats_url: str, token: str, source_allow: tuple[str, ...], options:
     )
 
 
-async def _run(settings: WorkerSettings, files: Entering, *, as_json: bool) -> None:
+async def _run(settings: WorkerSettings, files: Entering, metrics: str, form: str, *, as_json: bool) -> None:
     from kvbus.bus import NatsBus
 
     def ready(text: str) -> None:
@@ -128,7 +136,7 @@ async def _run(settings: WorkerSettings, files: Entering, *, as_json: bool) -> N
             socket = str(settings.socket_path)
             print_document({"ready": True, "instance": settings.instance, "member": settings.member, "socket": socket})
         else:
-            click.echo(text, err=True)
+            say(text, form)
 
     bus = await NatsBus.connect(
         settings.nats_url,
@@ -141,7 +149,8 @@ async def _run(settings: WorkerSettings, files: Entering, *, as_json: bool) -> N
     )
     try:
         _check_user(bus.user, settings)
-        await run_worker(settings, bus, on_ready=ready)
+        async with serving_metrics(metrics, settings) as on_made:
+            await run_worker(settings, bus, ready, on_made)
     finally:
         # A second Ctrl-C while the connection drains must not leave a trace back.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

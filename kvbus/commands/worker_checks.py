@@ -114,6 +114,8 @@ def _worker(notes: Notes, one: Registered, beats: Beats, counters: Counted, now:
     about += f", {load.pages_free} pages free{_lanes(counters)}"
     if broken := _broken(counters):
         notes.wrong(name, f"{'; '.join(broken)}; {about}", "see its log, and start it again")
+    elif load.state:
+        notes.warning(name, f"{load.state}; {about}", f"`kvbus drain {one.instance} --undo` takes it back, if it stays")
     elif load.pages_free + load.pages_cached == 0:
         notes.warning(name, about, "no page is free and none is cached: start it with more --pages")
     else:

@@ -171,16 +171,17 @@ class EngineServer:
         self._worker.finish(job, "reply", **asdict(prefilled))
 
     def _tokenize(self, job: Job) -> None:
-        ids = self._session.tokenize(*_text_or_messages(job.frame))
+        ids = self._session.tokenize(*text_or_messages(job.frame))
         self._worker.finish(job, "reply", ids=link.as_column(ids))
 
     def _ids(self, frame: Frame) -> tuple[int, ...]:
         if "ids" in frame:
             return link.column(frame, "ids")
-        return tuple(self._session.tokenize(*_text_or_messages(frame)))
+        return tuple(self._session.tokenize(*text_or_messages(frame)))
 
 
-def _text_or_messages(frame: Frame) -> tuple[str | None, list[dict[str, str]] | None]:
+def text_or_messages(frame: Frame) -> tuple[str | None, list[dict[str, str]] | None]:
+    """Return the text or the chat that a job brings."""
     text = link.text(frame, "text") if "text" in frame else None
     if "messages" not in frame:
         return text, None

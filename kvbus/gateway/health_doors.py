@@ -56,4 +56,14 @@ class HealthDoors:
             missing.append(f"not registered: {', '.join(absent)}")
         if not registered:
             missing.append("no instance is registered")
+        if leaving := self._leaving():
+            missing.append(f"draining: {', '.join(leaving)}")
         return missing
+
+    def _leaving(self) -> list[str]:
+        """Return who drains of those that this gateway was told to serve; of any others, only if none is left."""
+        registered, served = self._parts.directory.instances, set(self._parts.settings.instances)
+        leaving = {name for name, members in registered.items() if any(one.record.state for one in members.values())}
+        if served:
+            return sorted(leaving & served)
+        return sorted(leaving) if leaving == registered.keys() else []

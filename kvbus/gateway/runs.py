@@ -5,6 +5,7 @@ withdrawn, one that was fired ends.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +24,8 @@ QUEUE_WAIT_S = 60.0
 """As the request itself says: the destination refuses one that waited longer."""
 SLACK_S = 10.0
 """Beyond queue and budget: how long an outcome may take to arrive, as in `kvbus stage`."""
+
+log = logging.getLogger(__name__)
 
 _STATUS: dict[str, Status] = {"settled": "transferred", "partial": "transferred", "cancelled": "cancelled"}
 _SOURCE_WORDS = ("source ", "no instance ")
@@ -140,10 +143,16 @@ class Run:
         self.on_end(self.record)
 
     def _end(self, status: Status, reason: str, outcome: TransferOutcome | None) -> None:
+        level = logging.DEBUG if status == "transferred" else logging.INFO
+        log.log(level, "%s into %s%s", status, self.record.destination, reason and f": {reason}", extra=self._about())
         if self.record.ours:
             self.gate.end(self.record, status, reason=reason, outcome=outcome)
         else:
             self.record.status, self.record.reason, self.record.outcome = status, reason, outcome
+
+    def _about(self) -> dict[str, str]:
+        cause = self.handle.request.request_id if self.handle else ""
+        return {"transfer": self.record.transfer, "request_hash": self.record.request_hash, "cause": cause}
 
 
 def outcome_status(outcome: TransferOutcome) -> Status:

@@ -13,9 +13,12 @@ from kvbus.gateway.answers import Bodies
 from kvbus.gateway.app import application
 from kvbus.gateway.caches import Caches
 from kvbus.gateway.directory import Directory
+from kvbus.gateway.engines import Engines
 from kvbus.gateway.feed import Feed
+from kvbus.gateway.page_feed import PageFeed
 from kvbus.gateway.parts import Parts
 from kvbus.gateway.settings import GatewaySettings
+from kvbus.gateway.story_reader import Stories
 from kvbus.gateway.transfer_doors import TransferTeller
 from kvbus.gateway.transfers import Transfers
 from kvbus.publisher import Publisher
@@ -41,13 +44,21 @@ async def running(settings: GatewaySettings, bus: Bus, topics: Topics) -> AsyncI
         feed.follow(transfers)
         feed.follow(TransferTeller())
         caches = Caches(bus=bus, topics=topics, directory=directory, publisher=publisher)
-        parts = Parts(settings, bus, topics, publisher, directory, feed, transfers, caches, Bodies())
+        engines = Engines(directory, settings.run_dir)
+        page = PageFeed(bus=bus, topics=topics, feed=feed, caches=caches)
+        feed.follow(page)
+        stories = Stories(bus=bus, topics=topics, span=page.picture.span)
+        parts = Parts(
+            settings, bus, topics, publisher, directory, feed, transfers, caches, Bodies(), engines, page, stories
+        )
         await directory.refresh()
-        tasks = [asyncio.ensure_future(part.run()) for part in (directory, feed)]
+        tasks = [asyncio.ensure_future(part.run()) for part in (directory, feed, page)]
         try:
             yield parts
         finally:
             feed.close()
+            page.close()
+            await engines.close()
             await transfers.close()
             for task in tasks:
                 task.cancel()
@@ -79,6 +90,7 @@ async def served(parts: Parts) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         parts.feed.close()
+        parts.page.close()
         await task
         listening.close()
 

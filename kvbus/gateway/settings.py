@@ -3,6 +3,7 @@
 Every limit names its source beside it.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -29,6 +30,9 @@ class GatewaySettings(BaseModel):
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     entries_max: Annotated[int, Field(ge=1, le=1_000_000)] = 20_000
     """Requests remembered for one instance; the published endpoint begins to prune at this number. About 1 KiB each."""
+
+    run_dir: Path | None = None
+    """Where workers of this host have their local sockets; None: no engine can be asked from here."""
 
     @field_validator("instances")
     @classmethod

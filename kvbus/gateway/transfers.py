@@ -181,8 +181,12 @@ class Transfers:
     def statistics(self, instance: str = "") -> GateStatistics:
         """Return the counters of an instance; without one, those of all that this gateway speaks for, added up."""
         now = self._clock()
-        names = [instance] if instance else [*self._gates.keys() | self.instances()]
+        names = [instance] if instance else [*self.gated()]
         return sum((self.gate(name).statistics(now) for name in names), GateStatistics())
+
+    def gated(self) -> frozenset[str]:
+        """Return the instances that have counters: those that are served now, or ever were."""
+        return frozenset(self._gates.keys() | self.instances())
 
     # -------------------------------------------------------------------------------------------------------- records
 

@@ -11,13 +11,18 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from tests.cluster.actors import Actors
-from tests.cluster.stack import ROOT, StackError, build, engine_trouble, stack
-from tests.cluster.stories import STORIES, Story
+from tests.cluster.files import make_model
+from tests.cluster.page import PAGE, page, write_trail
+from tests.cluster.stack import FAKETIME, ROOT, Stack, StackError, build, engine_trouble, stack
+from tests.cluster.stories import STORIES
+from tests.cluster.story import Story
 from tests.cluster.table import HEAD, Row, cells, wrongs
 
 EXIT_ABSENT = 3
@@ -29,9 +34,13 @@ KEPT = ROOT / "test-results" / "cluster"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was chosen; return the exit status."""
     options = _parser().parse_args(arguments)
-    chosen = [one for one in STORIES if not options.only or any(name in _title(one) for name in options.only)]
+    chosen = [one for one in STORIES if not options.only or any(name in one.title for name in options.only)]
+    chosen = [one for one in chosen if one.quick or not options.quick]
     if options.list:
-        sys.stdout.write("".join(f"{_title(one)}\n" for one in STORIES))
+        sys.stdout.write("".join(f"{one.title}\n" for one in chosen))
+        return 0
+    if options.page:
+        PAGE.write_text(page(options.page), encoding="utf-8")
         return 0
     if not chosen:
         sys.stderr.write(f"nothing is called {', '.join(options.only)}; --list names all\n")
@@ -40,8 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"cluster: SKIPPED, {trouble}; install Docker with its compose plugin\n")
         return 1 if os.environ.get("CI") else EXIT_ABSENT
     screen = Console(stderr=True, quiet=options.json)
-    screen.print(f"[dim]the image: {build():.0f} s[/]")
-    rows = [_play(story, screen) for story in chosen]
+    if not Path(FAKETIME).exists() and not os.environ.get("CI"):
+        screen.print(f"cluster: there is no {FAKETIME} (package libfaketime): nobody's clock is set")
+        chosen = [one for one in chosen if one.overlay != "clocks"]
+    if not options.no_build:
+        screen.print(f"[dim]the images: {build([story.stack for story in chosen]):.0f} s[/]")
+    rows = [
+        row
+        for _, scene in groupby(chosen, lambda story: story.scene)
+        for row in _play_all(list(scene), screen, options.trails)
+    ]
     if options.json:
         document = {"clean": all(row.is_clean for row in rows), "rows": [row.document() for row in rows]}
         sys.stdout.write(json.dumps(document) + "\n")
@@ -53,31 +70,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a part of a story's name")
+    parser.add_argument("--quick", action="store_true", help="only the stories that CI plays, in a few minutes")
+    parser.add_argument("--no-build", action="store_true", help="use the images that are there")
+    parser.add_argument("--trails", type=Path, metavar="FOLDER", help="keep what is told of each story there")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="run none; write the page of what was kept there")
     parser.add_argument("--list", action="store_true", help="name the stories, and run none")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 
-def _title(story: Story) -> str:
-    return f"{story.stack}, {story.fault}"
+def _play_all(stories: list[Story], screen: Console, trails: Path | None) -> list[Row]:
+    """Play the stories of one scene, on the same containers for as long as all is clean."""
+    rows: list[Row] = []
+    if stories[0].stack == "transformers":
+        make_model()
+    while len(rows) < len(stories):
+        left, began = stories[len(rows) :], time.monotonic()
+        try:
+            with stack(left[0].stack, left[0].overlay, without=left[0].without) as one:
+                for story in left:
+                    rows.append(_play(story, one, screen, began, trails))
+                    began = time.monotonic()
+                    screen.print(f"[dim]  {'clean' if rows[-1].is_clean else 'NOT CLEAN'}, {rows[-1].seconds:.0f} s[/]")
+                    if not rows[-1].is_clean:
+                        break
+        except StackError as error:
+            if len(rows) == len(stories) - len(left):
+                rows.append(Row(left[0].stack, left[0].fault))
+            rows[-1].problems.append(str(error))
+    return rows
 
 
-def _play(story: Story, screen: Console) -> Row:
-    row, began = Row(story.stack, story.fault, must_settle=story.must_settle), time.monotonic()
-    screen.print(f"[dim]{_title(story)} …[/]")
+def _play(story: Story, one: Stack, screen: Console, began: float, trails: Path | None) -> Row:
+    row = Row(story.stack, story.fault, must_settle=story.must_settle)
+    screen.print(f"[dim]{story.title} …[/]")
+    actors = Actors(one, row)
     try:
-        with stack(story.stack) as one:
-            actors = Actors(one, row)
-            try:
-                story.play(actors)
-                actors.until_home(["a", "b"])
-                actors.judge()
-            except (StackError, AssertionError, OSError) as error:
-                row.problems.append(f"{type(error).__name__}: {error}")
-            if not row.is_clean:
-                row.notes.append(f"logs: {one.keep_logs(KEPT / _title(story).replace(', ', '-').replace(' ', '-'))}")
-    except StackError as error:
-        row.problems.append(str(error))
+        story.play(actors)
+        actors.until_home(story.workers)
+        actors.judge()
+        if trails is not None:
+            actors.tell()
+            write_trail(trails, story, row)
+    except (StackError, AssertionError, OSError, KeyError, ValueError) as error:
+        row.problems.append(f"{type(error).__name__}: {error}")
+    if not row.is_clean:
+        row.notes.append(f"logs: {one.keep_logs(KEPT / story.title.replace(', ', '-').replace(' ', '-'))}")
     row.seconds = time.monotonic() - began
     return row
 

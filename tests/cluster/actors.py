@@ -35,6 +35,8 @@ TRIES = 3
 """An election among brokers takes less than the 5 s for which a command waits, or on a busy machine some more."""
 RAN_ANEW = "has run anew since"
 """The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
+NEVER_BEGAN = "never_began"
+"""Evidence of a kind too: a request that was refused has lent nothing."""
 MOVING_S = 30.0
 """From the request to the first moved page: the source computes the prompt first."""
 
@@ -79,14 +81,21 @@ class Actors:
         words = ("stage", "--from", source, "--to", destination, "--budget", str(BUDGET_S), text)
         return Asked(words, self.stack.start_kvbus(*words))
 
-    def await_end(self, asked: Asked) -> str:
+    def await_end(self, asked: Asked, *, may_be_refused: tuple[str, ...] = ()) -> str:
         """Await how a transfer ended, count it, and return the word for it.
 
         Who is told at once that the broker does not answer asks again, as a person would: nothing was asked for yet.
+        `may_be_refused`: parts of reasons that count as an end too, since no transfer began.
         """
         self.row.transfers += 1
         try:
-            return self._count(self._answer(asked))
+            told = self._answer(asked)
+            if told["outcome"] is None and any(part in told["reason"] for part in may_be_refused):
+                self.row.failed += 1
+                self.row.evidence.append(NEVER_BEGAN)
+                self.row.notes.append(f"{told['verdict']}: {told['reason']}")
+                return str(told["verdict"])
+            return self._count(told)
         except StackError as error:
             self.row.lost += 1
             self.row.problems.append(f"a transfer ended with no word: {error}")
@@ -111,8 +120,10 @@ class Actors:
             self.row.problems.append(f"{told['verdict']}: {told['reason']}, and no outcome")
             return "lost"
         self.row.evidence += outcome["evidence"]
+        self.row.ids.append(outcome["transfer"])
         if outcome["outcome"] == "settled":
             self.row.settled += 1
+            self.row.move_s.append(outcome["move_s"])
         elif outcome["failure"] and outcome["evidence"]:
             self.row.failed += 1
             self.row.notes.append(f"{outcome['failure']}: {outcome['reason']} ({', '.join(outcome['evidence'])})")
@@ -127,11 +138,37 @@ class Actors:
 
     def until_moving(self, destination: str, asked_before: int) -> None:
         """Return once a destination reads pages for one transfer more than the `orders` that it had before."""
-        self._until(lambda: self.orders(destination) > asked_before, MOVING_S, f"{destination} reads pages")
+        self.until(lambda: self.orders(destination) > asked_before, MOVING_S, f"{destination} reads pages")
 
     def orders(self, destination: str) -> int:
-        """Return how many orders to read pages this destination gave to UCX so far."""
-        return int(self.stack.ask(destination, "counters")["ucx_submissions"])
+        """Return how many orders to read pages this destination gave so far."""
+        return self.counter(destination, "ucx_submissions")
+
+    def counter(self, service: str, name: str) -> int:
+        """Return one counter of a worker; 0 for what was not counted yet."""
+        return int(self.stack.ask(service, "counters").get(name, 0))
+
+    def until_counted(self, service: str, name: str, least: int, wait_s: float = REST_S) -> None:
+        """Return once a counter of a worker has come so far."""
+        self.until(lambda: self.counter(service, name) >= least, wait_s, f"{service} counts {least} {name}")
+
+    def until_settled_unheard(self, destination: str, settled_before: int) -> None:
+        """Await that a transfer settles whose requester does not hear it, and count it."""
+        self.row.transfers += 1
+        try:
+            self.until_counted(destination, "transfers_settled", settled_before + 1)
+            self.row.settled += 1
+        except AssertionError as error:
+            self.row.lost += 1
+            self.row.problems.append(str(error))
+
+    def refuse(self, source: str, destination: str, text: str, part: str) -> None:
+        """Ask for a transfer that has to be refused, or to fail, with a reason that holds these words."""
+        told = self._answer(self.ask(source, destination, text))
+        outcome = told["outcome"] or {}
+        reason = f"{told['verdict']} {told['reason']} {outcome.get('failure', '')} {outcome.get('reason', '')}"
+        self.row.check(part in reason, f"expected a refusal that says {part!r}, got: {reason}")
+        self.row.notes.append(f"refused, as it must be: {reason.strip()}")
 
     # ------------------------------------------------------------------------------------------------------- answers
 
@@ -149,17 +186,24 @@ class Actors:
     def until_healthy(self, services: Sequence[str]) -> None:
         """Return once the health checks of these containers say so."""
         for service in services:
-            self._until(partial(self._is_healthy, service), HEALTHY_S, f"{service} is healthy")
+            self.until(partial(self.is_healthy, service), HEALTHY_S, f"{service} is healthy")
 
     def until_home(self, services: Sequence[str]) -> None:
         """Await that nothing is out at these workers, and count what stays out as leaked."""
         for service in services:
             try:
-                self._until(partial(self._is_home, service), REST_S, f"{service} has all pages home")
+                self.until(partial(self._is_home, service), REST_S, f"{service} has all pages home")
             except AssertionError:
                 owed = self._owed(service)
                 self.row.leaked += sum(owed.values())
                 self.row.problems.append(f"{service} still owes {owed}")
+
+    def tell(self) -> None:
+        """Keep the story of one transfer: the one that the fault met."""
+        told = self.row.shown or next(iter(self.row.ids), "")
+        if told:
+            words = ("run", "--rm", "--no-TTY", "--no-deps", "--env", "COLUMNS=118", "kvbus", "story", told)
+            self.row.trail = [line.rstrip() for line in self.stack.compose(*words).splitlines()]
 
     def judge(self) -> None:
         """Have kvbus audit what the broker holds; what is still out counts as leaked."""
@@ -178,7 +222,8 @@ class Actors:
             f"kept by {lender}: {one['direction']} {len(one['pages'])} pages, {one['why']}" for one in out
         ]
 
-    def _is_healthy(self, service: str) -> bool:
+    def is_healthy(self, service: str) -> bool:
+        """Whether a container's health check says so."""
         return self.stack.health(service) == "healthy"
 
     def _is_home(self, service: str) -> bool:
@@ -190,7 +235,7 @@ class Actors:
         return {name: int(n) for name, n in ({k: counters[k] for k in OWED} | pages).items() if n}
 
     @staticmethod
-    def _until(holds: Callable[[], object], wait_s: float, what: str) -> None:
+    def until(holds: Callable[[], object], wait_s: float, what: str) -> None:
         """As `wait_until`, but a container that does not answer yet is no end of the waiting."""
 
         def asked() -> object:

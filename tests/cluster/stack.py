@@ -5,6 +5,7 @@ Nothing of kvbus is imported by the containers but what their image holds: what 
 
 import json
 import os
+import platform
 import subprocess
 import time
 import urllib.request
@@ -16,6 +17,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).with_name("inside.py")
+OVERLAYS = Path(__file__).with_name("overlays")
+MODELS = ROOT / "test-results" / "models"
+"""Where the story with a real model finds a tiny one."""
+FAKETIME = f"/usr/lib/{platform.machine()}-linux-gnu/faketime/libfaketime.so.1"
+"""Debian's and Ubuntu's libfaketime, lent to one container."""
+HOME = "/home/kvbus"
+"""Where the image's user may write."""
 UP_S = 180.0
 """Every container of a story, on a machine with two busy cores; without load it takes about ten seconds."""
 BUILD_S = 900.0
@@ -53,19 +61,23 @@ def engine_trouble() -> str:
 
 
 class Stack:
-    """A compose file that runs; made by `stack()`, which also takes it down."""
+    """A compose file that runs, perhaps with an overlay of ours; made by `stack()`, which also takes it down."""
 
-    def __init__(self, name: str) -> None:
-        self.file = ROOT / "compose" / f"{name}.yaml"
-        self.project = f"kvbus-test-{name}"
+    def __init__(self, name: str, overlay: str = "") -> None:
+        self.files = [ROOT / "compose" / f"{name}.yaml"]
+        if overlay:
+            self.files.append(OVERLAYS / f"{overlay}.yaml")
+        self.project = "-".join(("kvbus-test", name, *([overlay] if overlay else [])))
+        self.network = f"{self.project}_default"
 
     def command(self, *words: str) -> list[str]:
         """Return the command line for one word of compose."""
-        return ["docker", "compose", "--progress", "quiet", "-p", self.project, "-f", str(self.file), *words]
+        files = [part for file in self.files for part in ("-f", str(file))]
+        return ["docker", "compose", "--progress", "quiet", "-p", self.project, *files, *words]
 
     def compose(self, *words: str, wait_s: float = COMMAND_S) -> str:
         """Run one word of compose and return what it says; StackError if it fails."""
-        return _run(self.command(*words), wait_s)
+        return run(self.command(*words), wait_s)
 
     def container(self, service: str) -> str:
         """Return the container's name."""
@@ -80,17 +92,27 @@ class Stack:
     def start_kvbus(self, *words: str) -> "subprocess.Popen[str]":
         """Start a command of kvbus in a container of its own, and return at once; `document` awaits its answer."""
         line = self.command("run", "--rm", "--no-TTY", "--no-deps", "kvbus", *words, "--json")
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+    def start_apart(self, service: str, *words: str) -> None:
+        """Start a command of kvbus in a container with a service's name, which outlives the caller; `said` reads it."""
+        name = self.container(service)
+        self.compose("run", "--detach", "--no-deps", "--name", name, "kvbus", *words, "--json")
+
+    def said(self, service: str, wait_s: float = COMMAND_S) -> str:
+        """Await a container's end and return what it said on stdout; it is removed with the others."""
+        run(["docker", "wait", self.container(service)], wait_s)
+        return run(["docker", "logs", self.container(service)], COMMAND_S)
 
     def ask(self, service: str, *words: str) -> Document:
         """Ask a worker on its local socket; StackError where it does not answer."""
         line = ["docker", "exec", "--interactive", self.container(service), "python", "-", *words]
-        answer: Document = json.loads(_run(line, COMMAND_S, given=INSIDE.read_text(encoding="utf-8")))
+        answer: Document = json.loads(run(line, COMMAND_S, given=INSIDE.read_text(encoding="utf-8")))
         return answer
 
     def inspect(self, service: str) -> Mapping[str, Any]:
         """Return what the engine knows of a container."""
-        found: list[Mapping[str, Any]] = json.loads(_run(["docker", "inspect", self.container(service)], 30))
+        found: list[Mapping[str, Any]] = json.loads(run(["docker", "inspect", self.container(service)], 30))
         return found[0]
 
     def health(self, service: str) -> str:
@@ -106,23 +128,66 @@ class Stack:
             found: Document = json.load(answer)
         return found
 
+    def page(self, service: str, port: int, path: str) -> bool:
+        """Whether a container serves a page of HTML there."""
+        host = self.compose("port", service, str(port)).strip()
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(f"http://{host}{path}", timeout=HTTP_S) as answer:
+                return b"<html" in answer.read()
+        except OSError:
+            return False
+
     # --------------------------------------------------------------------------------------------------------- faults
 
     def docker(self, *words: str) -> None:
         """Run one command of docker; StackError if it fails."""
-        _run(["docker", *words], COMMAND_S)
+        run(["docker", *words], COMMAND_S)
+
+    def fault(self, verb: str, service: str) -> None:
+        """Let docker do something to one container: `pause`, `unpause`, `stop`, `start`, `kill`, `restart`."""
+        self.docker(verb, self.container(service))
+
+    def kill(self, service: str) -> None:
+        """End a container's processes at once."""
+        self.docker("kill", "--signal", "KILL", self.container(service))
+
+    def address(self, service: str) -> str:
+        """Return a container's address in the network of its file."""
+        return str(self.inspect(service)["NetworkSettings"]["Networks"][self.network]["IPAddress"])
+
+    def recreate(self, service: str, overlay: str = "") -> None:
+        """Replace a container by a new one, by its file or with an overlay beside it."""
+        files = ("-f", str(OVERLAYS / f"{overlay}.yaml")) if overlay else ()
+        words = ("up", "--detach", "--no-build", "--no-deps", "--force-recreate", service)
+        run([*self.command(), *files, *words], UP_S)
 
     def cut(self, service: str) -> str:
         """Take a container off its network; return the address that it had."""
-        networks = self.inspect(service)["NetworkSettings"]["Networks"]
-        self.docker("network", "disconnect", f"{self.project}_default", self.container(service))
-        return str(networks[f"{self.project}_default"]["IPAddress"])
+        address = self.address(service)
+        self.docker("network", "disconnect", self.network, self.container(service))
+        return address
 
     def join(self, service: str, address: str) -> None:
         """Bring a container back to its network, under the address and the device name that it had."""
         names = ("--alias", service, "--driver-opt", f"com.docker.network.endpoint.ifname={DEVICE}")
-        network = f"{self.project}_default"
-        self.docker("network", "connect", *names, "--ip", address, network, self.container(service))
+        fixed = ("--ip", address) if address else ()
+        self.docker("network", "connect", *names, *fixed, self.network, self.container(service))
+
+    def filter(self, service: str, *rule: str) -> None:
+        """Change the packet filter of one container: this host's own iptables, in the network of that container."""
+        beside = ("--network", f"container:{self.container(service)}", "--cap-add", "NET_ADMIN", "--user", "root")
+        chroot = (
+            "--volume",
+            "/:/host",
+            "--entrypoint",
+            "/usr/sbin/chroot",
+            "kvbus",
+            "/host",
+            "/usr/sbin/iptables",
+            "--wait",
+        )
+        self.docker("run", "--rm", *beside, *chroot, *rule)
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -136,25 +201,37 @@ class Stack:
                 (folder / name).write_text(self.compose(*words), encoding="utf-8")
             except StackError as error:
                 (folder / name).write_text(f"{error}\n", encoding="utf-8")
+        self._keep_dump(folder)
         return folder
+
+    def _keep_dump(self, folder: Path) -> None:
+        """Write the archive that a user would attach to a report."""
+        name = self.container("dump")
+        try:
+            self.compose("run", "--no-deps", "--name", name, "kvbus", "dump", "-o", f"{HOME}/dump.tar.gz")
+            self.docker("cp", f"{name}:{HOME}/dump.tar.gz", str(folder))
+        except StackError as error:
+            (folder / "dump.txt").write_text(f"{error}\n", encoding="utf-8")
 
 
 @contextmanager
-def stack(name: str) -> Iterator[Stack]:
+def stack(name: str, overlay: str = "", *, without: Sequence[str] = ()) -> Iterator[Stack]:
     """Bring a compose file up with empty volumes, and take it down with them, whatever happens in between."""
-    one = Stack(name)
-    one.compose("down", "--volumes", "--remove-orphans")
+    one = Stack(name, overlay)
+    one.compose("--profile", "*", "down", "--volumes", "--remove-orphans")
+    left_out = [part for service in without for part in ("--scale", f"{service}=0")]
     try:
-        one.compose("up", "--detach", "--no-build", wait_s=UP_S)
+        one.compose("up", "--detach", "--no-build", *left_out, wait_s=UP_S)
         yield one
     finally:
         one.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "10")
 
 
-def build() -> float:
-    """Build the image that all stories use; return how long it took."""
+def build(names: Sequence[str]) -> float:
+    """Build the images of these files; return how long that took."""
     began = time.monotonic()
-    Stack("quickstart").compose("build", "--quiet", wait_s=BUILD_S)
+    for name in sorted({"transformers" if name == "transformers" else "quickstart" for name in names}):
+        Stack(name).compose("build", "--quiet", wait_s=BUILD_S)
     return time.monotonic() - began
 
 
@@ -174,15 +251,17 @@ def document(process: "subprocess.Popen[str]", wait_s: float) -> Document:
     return answer
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Compose's own settings; any free port, so that a quickstart may run beside the stories."""
-    return {**os.environ, "KVBUS_HTTP_PORT": "0"}
+    ports = dict.fromkeys(("KVBUS_HTTP_PORT", "KVBUS_PROMETHEUS_PORT"), "0")
+    return {**os.environ, **ports, "KVBUS_MODELS": str(MODELS), "KVBUS_FAKETIME": FAKETIME}
 
 
-def _run(line: Sequence[str], wait_s: float, *, given: str | None = None) -> str:
+def run(line: Sequence[str], wait_s: float, *, given: str | None = None) -> str:
+    """Run a command line and return its stdout; StackError with its last words where it fails."""
     try:
         ran = subprocess.run(
-            line, check=False, capture_output=True, text=True, timeout=wait_s, input=given, env=_environment()
+            line, check=False, capture_output=True, text=True, timeout=wait_s, input=given, env=environment()
         )
     except subprocess.TimeoutExpired as error:
         raise StackError(f"{' '.join(line[:8])} … took longer than {wait_s:g} s") from error

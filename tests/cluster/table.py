@@ -28,6 +28,11 @@ class Row:
     audit: str = ""
     seconds: float = 0.0
     evidence: list[str] = field(default_factory=list)
+    move_s: list[float] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    shown: str = ""
+    """The transfer that the fault met, or nothing: then the first one is shown."""
+    trail: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

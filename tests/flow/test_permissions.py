@@ -242,9 +242,8 @@ async def test_a_right_that_is_taken_away_is_said_in_the_log_and_costs_nothing_o
     pair: GuardedTown,
 ) -> None:
     log, lease = pair.workers["a"].log, f"{TOPICS.command('a', Command.LEASE)}.*"
-    pair.change(
-        {f'"{TOPICS.facts("a")}", ': "", f'"{lease}", "kv.cmd.a.plan.*", "kv.cmd.a.cache.*", "kv.query': '"kv.query'}
-    )
+    own = ", ".join(f'"kv.cmd.a.{verb}.*"' for verb in ("plan", "cache", "drain"))
+    pair.change({f'"{TOPICS.facts("a")}", ': "", f'"{lease}", {own}, "kv.query': '"kv.query'})
     try:
         ids = prompt("while the right is away", 3)
         await pair.answer("a", ids, store=True)  # facts that nobody takes

@@ -4,8 +4,10 @@ Instance b reads slowly, so that its transfers can be seen running; `shut` has n
 """
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from kvbus.names import request_hash, token_bytes
 from kvbus.parts import Prompt
 from kvbus.publisher import Publisher
 from kvbus.topics import Command
-from kvbus.transport import Stored
+from kvbus.transport import Delivery, Stored
 from tests.flow.town import OUTCOME_S, TOPICS, Town, as_text, prompt, town
 from tests.waiting import until
 
@@ -24,6 +26,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW_BLOCKS = 20
 """1.3 MB at 1 MB/s: more than a second in which a transfer is seen running."""
+
+HOUR_S = 3_600.0
+LIMIT_S = 1.5
+"""In the queue: more than a busy machine takes to offer a request, and little enough to wait for."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -176,26 +182,57 @@ async def test_the_same_tokens_in_other_words_wait_for_the_first_and_move_nothin
     await trio.at_rest()
 
 
-async def test_a_request_that_waited_too_long_in_the_queue_is_refused(trio: Town) -> None:
-    request = wire_request(trio, prompt("late", 2), queue_limit_s=5.0)
-    header = trio.header(request).model_copy(update={"t": time.time_ns() - 60_000_000_000})
+@asynccontextmanager
+async def verdicts(trio: Town) -> AsyncIterator[list[TransferVerdict]]:
+    """What is said to the requester `tester`, in order."""
     heard: list[TransferVerdict] = []
 
-    async def hear(delivery: object) -> None:
-        body = decode(getattr(delivery, "data", b"")).body
-        assert isinstance(body, TransferVerdict)
-        heard.append(body)
+    async def hear(delivery: Delivery) -> None:
+        body = decode(delivery.data).body
+        if isinstance(body, TransferVerdict):
+            heard.append(body)
 
     subscription = await trio.bus.subscribe(TOPICS.result("tester"), hear)
+    yield heard
+    await subscription.close()
+
+
+async def queue(trio: Town, request: TransferRequested, clock_ahead_s: float) -> None:
+    """Put a request into the queue of b, from a host whose clock is so far ahead of ours."""
+    now_ns = time.time_ns() + int(clock_ahead_s * 1e9)
+    header = trio.header(request).model_copy(update={"t": now_ns})
     stored = await trio.bus.store(
         TOPICS.transfer("b", request.request_hash), encode(header, request), message_id=header.event_id
     )
     assert isinstance(stored, Stored)
-    await until(lambda: heard, what="the verdict")
-    await subscription.close()
+
+
+@pytest.mark.parametrize("clock_ahead_s", [0.0, HOUR_S], ids=["clocks agree", "the requester's clock is an hour ahead"])
+async def test_a_request_that_waited_too_long_in_the_queue_is_refused(trio: Town, clock_ahead_s: float) -> None:
+    request = wire_request(trio, prompt(f"late {clock_ahead_s}", 2), queue_limit_s=LIMIT_S)
+    async with verdicts(trio) as heard:
+        trio.workers["b"].signal(signal.SIGSTOP)
+        try:
+            await queue(trio, request, clock_ahead_s)
+            ends_at = time.monotonic() + 2 * LIMIT_S
+            await until(lambda: time.monotonic() > ends_at, what="it has waited twice as long as it may")
+        finally:
+            trio.workers["b"].signal(signal.SIGCONT)
+        await until(lambda: heard, what="the verdict")
 
     assert heard[0].verdict == "refused"
-    assert "in the queue, at most 5 s allowed" in heard[0].reason
+    assert f"in the queue, at most {LIMIT_S:g} s allowed" in heard[0].reason
+
+
+@pytest.mark.parametrize("clock_ahead_s", [-HOUR_S, HOUR_S], ids=["an hour behind", "an hour ahead"])
+async def test_a_requester_whose_clock_is_wrong_is_served_all_the_same(trio: Town, clock_ahead_s: float) -> None:
+    request = wire_request(trio, prompt(f"clock {clock_ahead_s}", 2), queue_limit_s=LIMIT_S)
+    async with verdicts(trio) as heard:
+        await queue(trio, request, clock_ahead_s)
+        await until(lambda: heard, what="the verdict")
+
+    assert (heard[0].verdict, heard[0].reason) == ("accepted", "")
+    await trio.at_rest()
 
 
 async def test_an_urgent_request_by_request_and_reply_meets_the_same_gate(trio: Town) -> None:

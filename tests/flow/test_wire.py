@@ -1,16 +1,29 @@
 """All that travels over a real broker is what the table of channels says, and all that the table says travels."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from kvbus.events import CacheAsked, CacheChangeAsked, LeaseGranted, SnapshotAsked, SnapshotTaken
+from kvbus.engines.zmq_events import ZmqEvents
+from kvbus.events import (
+    CacheAsked,
+    CacheChangeAsked,
+    DrainAsked,
+    LeaseGranted,
+    PrefixAsked,
+    SnapshotAsked,
+    SnapshotTaken,
+    StatsAsked,
+)
+from kvbus.roles.block_bridge import BlockBridge, BridgeSettings
 from kvbus.topics import Command, Query
 from tests.flow.members import MEMBERS, kinds, leader
 from tests.flow.town import OUTCOME_S, PAGE_BYTES, TOPICS, Town, prompt, town
 from tests.flow.wire_tap import tapped
+from tests.unit.helpers.vllm_publisher import VllmPublisher
 from tests.waiting import until
 from tests.wire_table import ANSWERED, SENT, Overheard, is_ours
 
@@ -70,8 +83,16 @@ async def everything_happens(running: Town) -> None:
     cache = TOPICS.command("b", Command.CACHE, "m0")
     for question in (CacheAsked(), CacheChangeAsked(action="forget")):
         assert isinstance(await running.bus.request(cache, running.encoded(question), wait_s=10), bytes)
+    drain = TOPICS.command("b", Command.DRAIN, "m0")
+    assert isinstance(await running.bus.request(drain, running.encoded(DrainAsked()), wait_s=10), bytes)
+    prefix = PrefixAsked(name=b"p" * 16, fingerprint=running.registered["b/m0"].record.fingerprint)
+    data = running.encoded(prefix, speaker="b", member="m0", epoch=running.registered["b/m0"].epoch)
+    assert isinstance(await running.bus.request(TOPICS.command("a", Command.LEASE, "m0"), data, wait_s=10), bytes)
+    stats = running.encoded(StatsAsked())
+    assert isinstance(await running.bus.request(TOPICS.query("b", Query.STATS, "m0"), stats, wait_s=10), bytes)
     asked = running.encoded(SnapshotAsked())
     assert isinstance(await running.bus.request(TOPICS.query("b", Query.SNAPSHOT, "m0"), asked, wait_s=10), bytes)
+    await bridged(running)
     await running.bus.ask("$JS.API.STREAM.DELETE.KVB_FACTS", b"", wait_s=5)  # what was told is gone: it begins again
     await running.bus.ensure_assets()
     assert (await running.stage(prompt("begins again", 2))).outcome == "settled"
@@ -80,6 +101,17 @@ async def everything_happens(running: Town) -> None:
         return any(isinstance(event.body, SnapshotTaken) for event in await running.events("b"))
 
     await until(told_anew, OUTCOME_S, what="a member tells its state anew")
+
+
+async def bridged(running: Town) -> None:
+    """A bridge begins, and gives up."""
+    async with VllmPublisher() as vllm, ZmqEvents(*vllm.addresses) as stream:
+        bridge = BlockBridge(stream, running.bus, TOPICS, BridgeSettings("b"), next_epoch=lambda: 1)
+        working = asyncio.create_task(bridge.run())
+        await until(lambda: bridge.counts["cleared"], OUTCOME_S)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await bridge.give_up("it was told to stop")
 
 
 async def test_every_kind_is_sent_on_the_channels_that_the_table_says_and_on_no_others(heard: Overheard) -> None:

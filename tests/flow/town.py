@@ -134,6 +134,8 @@ class Town:
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
     registered: dict[str, Registered] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
+    programs: dict[str, Path] = field(default_factory=dict)
+    """By worker: a script that is `kvbus` with something changed, for those that are not to run it as it is."""
 
     async def start(
         self,
@@ -204,9 +206,10 @@ class Town:
     def _spawn(self, name: str, arguments: list[str]) -> WorkerProcess:
         instance, _, member = name.partition("/")
         log = self.folder / f"{instance}.{member or 'm0'}.log"
+        program = [str(self.programs[name])] if name in self.programs else ["-m", "kvbus"]
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvbus", "worker", "--run-dir", str(self.folder / "run"), *arguments],
+                [sys.executable, *program, "worker", "--run-dir", str(self.folder / "run"), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -49,6 +49,7 @@ class Played:
     requests: list[TransferRequested] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     epoch: int = 1
+    state: str | None = None
     _said: int = 0
 
     async def register(self) -> None:
@@ -56,6 +57,7 @@ class Played:
         record = InstanceRecord(
             verify_key=b"k" * 32, fingerprint="f", model="toy", engine="toy", block_tokens=32, ranks=1, page_bytes=64,
             pages=8, process=identity(os.getpid()), transports=("memory",), version="1", urls=self.urls or None,
+            state=self.state,
         )  # fmt: skip
         await self.bus.put(BUCKET_INSTANCES, registry_key(self.name, "m0"), self.said(record))
 

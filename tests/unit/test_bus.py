@@ -235,7 +235,7 @@ async def test_history_reads_a_log_from_a_sequence_oldest_first(bus: Bus) -> Non
     assert [d.sequence for d in await bus.history("kv.facts.*", after_sequence=10, most=3)] == [11, 12, 13]
     assert await bus.history("kv.facts.*", after_sequence=300) == []
     assert await bus.history("kv.settle.*") == []
-    with pytest.raises(ValueError, match="facts and settle"):
+    with pytest.raises(ValueError, match="facts, settle and blocks"):
         await bus.history("kv.transfer.b.*")
 
 

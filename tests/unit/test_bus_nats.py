@@ -246,7 +246,8 @@ async def test_two_deployments_share_a_broker_by_prefix(connect: Connect) -> Non
     small = Topics("blue")
     names = {str(asset["name"]) for asset in Assets(small, EMBEDDED).all()}
     assert names == {
-        "blue_KVB_TRANSFER", "blue_KVB_FACTS", "blue_KVB_SETTLE", "KV_blue_kvbus_instances", "KV_blue_kvbus_epoch",
+        "blue_KVB_TRANSFER", "blue_KVB_FACTS", "blue_KVB_SETTLE", "blue_KVB_BLOCKS", "KV_blue_kvbus_instances",
+        "KV_blue_kvbus_epoch",
     }  # fmt: skip
     bus = await connect(small)
     await bus.ensure_assets()

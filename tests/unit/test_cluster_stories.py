@@ -1,14 +1,20 @@
 """The table of `make cluster` can say that something is wrong, and its stories stand on files that exist."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.cluster.page import LINES_MAX, PAGE, page, write_trail
+from tests.cluster.stack import OVERLAYS
 from tests.cluster.stories import STORIES
+from tests.cluster.story import Story
 from tests.cluster.table import HEAD, Row, cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +54,57 @@ def test_where_a_transfer_may_fail_one_that_failed_with_evidence_is_no_fault() -
     assert replace(WELL, settled=1, failed=1, must_settle=False).is_clean
 
 
-def test_every_story_has_its_file() -> None:
+def test_every_file_has_a_story_and_every_story_a_file() -> None:
     assert {story.stack for story in STORIES} == {path.stem for path in (ROOT / "compose").glob("*.yaml")}
+
+
+def test_stories_that_share_containers_stand_together_and_no_two_have_one_title() -> None:
+    scenes = [scene for scene, _ in groupby(STORIES, lambda story: story.scene)]
+
+    assert len(set(scenes)) == len(scenes)
+    assert len({story.title for story in STORIES}) == len(STORIES)
+
+
+@pytest.mark.parametrize("story", [one for one in STORIES if one.overlay], ids=lambda one: one.overlay)
+def test_an_overlay_changes_services_and_volumes_that_its_file_has_and_mounts_what_exists(story: Story) -> None:
+    base = yaml.safe_load((ROOT / "compose" / f"{story.stack}.yaml").read_text(encoding="utf-8"))
+    added = yaml.safe_load((OVERLAYS / f"{story.overlay}.yaml").read_text(encoding="utf-8"))
+
+    assert set(added.get("volumes", {})) <= set(base["volumes"])
+    for name, one in added["services"].items():
+        assert name in base["services"] or one["image"] == "kvbus"
+        for volume in one.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in base["volumes"] or source.startswith("$") or (ROOT / "compose" / source).is_file(), source
+
+
+def test_the_page_tells_stories_that_are_played_and_all_of_them_ended_clean() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    counts = re.findall(r"^`compose/\S+`: .* 0 lost, 0 leaked, 0 wrong; audit (\S+)\.$", text, re.MULTILINE)
+
+    assert sections
+    assert [title for title in (story.title for story in STORIES) if title in sections] == sections
+    assert counts == ["clean"] * len(sections)
+
+
+def test_a_story_that_was_not_clean_is_not_on_the_page_and_a_long_trail_is_cut(tmp_path: Path) -> None:
+    clean, other = STORIES[0], STORIES[1]
+    trail = [f"line {number}" for number in range(LINES_MAX + 10)]
+    write_trail(tmp_path, clean, replace(WELL, story=clean.stack, fault=clean.fault, trail=trail))
+    write_trail(tmp_path, other, replace(WELL, story=other.stack, fault=other.fault, lost=1))
+    text = page(tmp_path)
+
+    assert f"## {clean.title}" in text
+    assert f"## {other.title}" not in text
+    assert "line 0\n" in text
+    assert "… 10 lines …" in text
+    assert f"line {LINES_MAX // 2}\n" not in text
+    assert trail[-1] in text
+
+
+def test_ci_plays_some_of_them() -> None:
+    assert 3 <= sum(story.quick for story in STORIES) <= 8
 
 
 @pytest.mark.parametrize(("where", "status"), [({}, 3), ({"CI": "1"}, 1)], ids=["on a laptop", "in CI"])

@@ -12,8 +12,9 @@ from rich.console import Console
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED
-from kvbus.commands.rendering import candidate_line, not_found_document, print_story, story_document
+from kvbus.commands.rendering import candidate_line, print_story
 from kvbus.commands.stories import Lane, Story, tell
+from kvbus.commands.story_documents import not_found_document, story_document
 from kvbus.commands.trails import NotFound, in_order
 from kvbus.events import (
     AttemptMade,

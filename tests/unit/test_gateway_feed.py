@@ -241,3 +241,19 @@ async def test_facts_are_heard_again_after_the_broker_was_away() -> None:
         answered = (await one.ask(prompt=prompt())).json()
         assert (await one.record(answered["request_hash"]))["status"] == "transferred"
         assert (await one.client.get("/ready")).json() == {"ready": True, "missing": []}
+
+
+async def test_a_gateway_whose_instances_all_drain_is_not_ready_and_one_that_serves_another_is() -> None:
+    async with stage() as one:
+        for name in ("a", "b"):
+            assert (await one.client.get("/ready")).status_code == 200
+            one.played[name].state = "draining"
+            await one.played[name].register()
+            await one.parts.directory.refresh()
+        ready = await one.client.get("/ready")
+        assert (ready.status_code, ready.json()["missing"]) == (503, ["draining: a, b"])
+    async with stage(instances=("b",)) as one:
+        one.played["b"].state = "drained"
+        await one.played["b"].register()
+        await one.parts.directory.refresh()
+        assert (await one.client.get("/ready")).json()["missing"] == ["draining: b"]

@@ -14,9 +14,11 @@ import pytest
 import pytest_asyncio
 from starlette.routing import Route
 
-from kvbus.gateway.app import routes
+from kvbus.gateway.app import doors, routes
 from kvbus.gateway.openapi import docs_page
+from tests.unit.engine_parts import worker_with
 from tests.unit.gateway_parts import Stage, prompt, stage
+from tests.unit.openai_parts import QUICK, run_dir_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,7 +44,7 @@ async def test_every_route_is_described_and_nothing_else(gateway: Stage) -> None
     }
     served = {
         (method, route.path)
-        for route in routes(gateway.parts)
+        for route in routes(doors(gateway.parts))
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
@@ -116,12 +118,19 @@ async def test_what_stands_in_the_document_cannot_become_markup() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 async def test_no_input_that_fits_or_misses_the_document_makes_the_gateway_fail(tmp_path: Path) -> None:
-    async with stage(instances=("b",)) as one:
+    async with (
+        worker_with(tmp_path) as worker,
+        stage(instances=("b",), run_dir=run_dir_of(worker, tmp_path, "b")) as one,
+    ):
+        await worker.start_engine(options=QUICK)
         status, said = await fuzzed(one.url, tmp_path)
         assert status == 0, said[-6_000:]
         stats = await one.stats()
         assert stats["fired"] > 0, "no example was a request that is taken on"
         assert stats["fired"] == stats["transferred"] + stats["failed"] + stats["inflight"]
+        line = one.parts.engines.statistics()["b"]
+        assert line.left > 0, "no example was a prompt that is answered"
+        assert (line.waiting, line.running) == (0, 0)
 
 
 async def fuzzed(url: str, folder: Path) -> tuple[int | None, str]:

@@ -55,9 +55,16 @@ SAID_AND_HEARD: dict[str, tuple[str, Callable[[str], list[str]], str, str]] = {
     ),
     "command: cache": ("b", lambda name: [TOPICS.command(name, Command.CACHE, "m0")], "GO", "O"),
     "command: own cache": ("a", lambda name: [TOPICS.command(name, Command.CACHE, "m0")], "GO", "AO"),
-    "command: drain": ("a", lambda name: [TOPICS.command(name, Command.DRAIN)], "O", "AO"),
+    "command: drain": (
+        "a",
+        lambda name: [TOPICS.command(name, Command.DRAIN), TOPICS.command(name, Command.DRAIN, "m0")],
+        "O",
+        "AO",
+    ),
     "query": ("b", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "O"),
     "query: own": ("a", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "AO"),
+    "query: of a member": ("b", lambda name: [TOPICS.query(name, Query.STATS, "m0")], "GO", "O"),
+    "query: of an own member": ("a", lambda name: [TOPICS.query(name, Query.STATS, "m1")], "GO", "AO"),
     "query: not answered yet": (
         "a",
         lambda name: [TOPICS.query(name, verb) for verb in (Query.SNAPSHOT, Query.REPLAY)],
@@ -76,9 +83,14 @@ SAID_AND_HEARD: dict[str, tuple[str, Callable[[str], list[str]], str, str]] = {
     "live_settle: of another": ("b", lambda name: [TOPICS.live_settle(name)], "", "DO"),
     "result": ("gateway", lambda name: [TOPICS.result(name)], "AO", "GO"),
     "result: of another": ("another", lambda name: [TOPICS.result(name)], "AO", "O"),
-    "heartbeat": ("a", lambda name: [TOPICS.heartbeat(name)], "AO", "ADO"),
-    "heartbeat: of another": ("b", lambda name: [TOPICS.heartbeat(name)], "O", "DO"),
+    "heartbeat": ("a", lambda name: [TOPICS.heartbeat(name)], "AO", "AGDO"),
+    "heartbeat: of another": ("b", lambda name: [TOPICS.heartbeat(name)], "O", "GDO"),
     "shares": ("a", lambda name: [TOPICS.shares(name)], "AO", "AO"),
+    "blocks": ("a", lambda name: [TOPICS.blocks(name)], "AO", "O"),
+    "blocks: of another": ("b", lambda name: [TOPICS.blocks(name)], "O", "O"),
+    "blocks_filter": ("", lambda _: [TOPICS.blocks_filter()], "O", "O"),
+    "live_blocks": ("a", lambda name: [TOPICS.live_blocks(name)], "", "GO"),
+    "live_blocks: all": ("", lambda _: [TOPICS.live_blocks()], "", "GO"),
     "shares: of another": ("b", lambda name: [TOPICS.shares(name)], "O", "O"),
 }
 
@@ -147,7 +159,7 @@ def test_the_names_are_those_that_the_parts_use() -> None:
         assets, names = Assets(topics), asset_names(topics)
         made = {document["name"] for document in assets.all()}
         buckets = {f"KV_{names.instances}", f"KV_{names.epochs}"}
-        assert made == {names.transfer, names.facts, names.settle, *buckets}
+        assert made == {names.transfer, names.facts, names.settle, names.blocks, *buckets}
         assert (names.instances, names.epochs) == (assets.bucket(BUCKET_INSTANCES), assets.bucket(BUCKET_EPOCH))
     assert bucket_key("a.b", "m/0") == registry_key("a.b", "m/0")
 

@@ -1,6 +1,7 @@
 """A member speaks about a delivery of the queue only while no other can have been made, and only while it leads."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import pytest
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED, WorkLimits
+from kvbus.events import Header, TransferRequested, TransferVerdict, encode
+from kvbus.names import request_hash
+from kvbus.parts import Prompt
+from kvbus.roles.admitting import Offer
 from kvbus.roles.claims import CLAIM_S, KEEP_S, Claim
 from kvbus.roles.intake import OFFERS_MAX, Intake
 from kvbus.roles.recorder import Recorder
 from kvbus.testing.bus import MemoryBroker
-from kvbus.topics import Topics
-from kvbus.transport import Bus, NotStored, Stored, Work
+from kvbus.topics import Command, Topics
+from kvbus.transport import Bus, NoAnswer, NotStored, Stored, Work
 from tests.waiting import until
 
 TOPICS = Topics()
@@ -200,3 +205,73 @@ async def test_offers_that_a_run_lived_to_see_do_not_count_against_a_request() -
     )  # fmt: skip
     assert stranger._is_deadly(await take(bus))  # a run that has not seen it yet leaves it alone
     await bus.close()
+
+
+class Stopping:
+    """A destination whose one transfer runs until it is told to end, and is then handed back."""
+
+    def __init__(self) -> None:
+        self.results = self
+        self.runs = 0
+        self.over = asyncio.Event()
+
+    async def request(self, request: TransferRequested, offer: Offer) -> tuple[TransferVerdict, str]:
+        assert offer.queued
+        self.runs += 1
+        verdict = TransferVerdict(
+            request_id=request.request_id, request_hash=request.request_hash, verdict="accepted", transfer="b-1"
+        )
+        return verdict, "b-1"
+
+    async def tell_verdict(self, request: TransferRequested, verdict: TransferVerdict) -> None:
+        """Nobody listens."""
+
+    async def ended(self, transfer: str, wait_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(wait_s, 0.05)):  # in short turns: each of them may do something wrong
+                await self.over.wait()
+        return self.over.is_set() and transfer == "b-1"
+
+    def is_handed_back(self, transfer: str) -> bool:
+        return self.over.is_set() and transfer == "b-1"
+
+
+# P20, P22
+async def test_a_request_goes_back_to_the_queue_only_once_its_transfer_has_ended_and_rest_takes_no_other() -> None:
+    broker = MemoryBroker()
+    bus, other = broker.connect(), broker.connect()
+    recorder = Recorder(bus=bus, topics=TOPICS, instance="b", member="m0", epoch=1, unix_ns=lambda: 1)
+    parts = {"destination": (stopping := Stopping()), "source": None, "portrait": None}
+    intake = Intake(
+        bus=bus, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict,
+        **parts,  # type: ignore[arg-type]
+    )  # fmt: skip
+    prompt = Prompt(tokens=b"\0\0\0\0")
+    hash_ = request_hash(model="", salt="", source="a", prompt=prompt.canonical())
+    asked = TransferRequested(
+        request_id="r.1", request_hash=hash_, requester="r", source="a", destination="b", prompt=prompt
+    )
+    await intake._answer_requests()
+    taking = asyncio.create_task(intake.consume())
+    data = encode(Header(k=asked.KIND, i="r", s=1, t=1), asked)
+    assert isinstance(await bus.store(TOPICS.transfer("b", hash_), data, message_id="r.1"), Stored)
+    await until(lambda: stopping.runs == 1)
+
+    await intake.rest()
+    assert await intake.flush(0.2) == intake.in_hand == 1  # it runs, so it is nobody else's
+    assert await other.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=1.0) == []
+    answer = await other.request(TOPICS.command("b", Command.TRANSFER), data, wait_s=1)
+    assert answer == NoAnswer("nobody_listens")  # so a repeat is not refused what will be run
+    stopping.over.set()
+    (again,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=5)
+    assert again.attempt == 2
+    await again.finish()
+
+    await intake.resume()
+    assert isinstance(await bus.store(TOPICS.transfer("b", hash_), data, message_id="r.2"), Stored)
+    await until(lambda: stopping.runs == 2)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await intake.close()
+    await bus.close()
+    await other.close()

@@ -7,6 +7,7 @@ import pytest
 from kvbus.errors import BusError
 from kvbus.events import EventsBatch, Header, TransferOutcome, TransferStep, encode
 from kvbus.parts import Body
+from kvbus.roles.admitting import HANDED_BACK
 from kvbus.roles.past import QUEUED_MAX_S, SKEW_S, Past
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Topics
@@ -102,3 +103,15 @@ async def test_while_the_broker_is_away_nobody_can_tell() -> None:
         await past.outcome("r.5900")
     bus.restore()
     assert await past.outcome("r.5900") == outcome("t-5900")
+
+
+# P22, P23
+async def test_offers_that_were_handed_back_are_counted_by_request_and_are_no_end_of_it() -> None:
+    bus = Counted(MemoryBroker())
+    step = TransferStep(transfer="t-1", request_hash="0" * 32, step=HANDED_BACK, text="b is shutting down")
+    for number, cause in enumerate(("r.1", "r.2", "r.1")):
+        await bus.store(SUBJECT, said(step, NOW_S, cause), message_id=f"step {number}")
+        await bus.store(SUBJECT, said(outcome("t-1"), NOW_S), message_id=f"outcome {number}")  # of nobody's request
+    past = Past(bus, TOPICS, "b", lambda: NOW_S)
+    assert await past.outcome("r.1") is None
+    assert [past.handed_back(name) for name in ("r.1", "r.2", "r.3")] == [2, 1, 0]

@@ -161,12 +161,13 @@ def refused_or_rebuilt(text: str) -> None:
 def test_a_command_goes_to_an_instance_or_to_one_member_of_it() -> None:
     assert TOPICS.command("b", Command.LEASE) == "kv.cmd.b.lease"
     assert TOPICS.command("b", Command.LEASE, "m.0") == "kv.cmd.b.lease.m=2E0"
-    for subject in ("kv.cmd.b.lease.", "kv.cmd.b.lease.m.0", "kv.query.b.stats.m0", "kv.shares.b.m0"):
+    for subject in ("kv.cmd.b.lease.", "kv.cmd.b.lease.m.0", "kv.query.b.replay.m0", "kv.shares.b.m0"):
         with pytest.raises(PeerError):
             TOPICS.parse(subject)
 
 
-def test_of_queries_only_a_snapshot_is_that_of_one_member() -> None:
+def test_of_queries_only_snapshot_and_stats_are_those_of_one_member() -> None:
+    assert TOPICS.parse("kv.query.b.stats.m0") == Subject(Family.QUERY, "b", "stats", "m0")
     assert TOPICS.query("b", Query.SNAPSHOT, "m.0") == "kv.query.b.snapshot.m=2E0"
     assert TOPICS.parse("kv.query.b.snapshot.m=2E0") == Subject(Family.QUERY, "b", "snapshot", "m.0")
     for subject in (

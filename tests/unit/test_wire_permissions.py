@@ -7,7 +7,14 @@ from kvbus.permissions import AssetNames, Permissions, Role, User, permissions_o
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES
 from scripts.wire_document import ASSETS, EXAMPLES, TOPICS, address
 
-NAMES = AssetNames(ASSETS.transfer, ASSETS.facts, ASSETS.settle, ASSETS.bucket(BUCKET_INSTANCES), BUCKET_EPOCH)
+NAMES = AssetNames(
+    transfer=ASSETS.transfer,
+    facts=ASSETS.facts,
+    settle=ASSETS.settle,
+    instances=ASSETS.bucket(BUCKET_INSTANCES),
+    epochs=BUCKET_EPOCH,
+    blocks=ASSETS.blocks,
+)
 USERS = {
     Party.REQUESTER: User(Role.REQUESTER, EXAMPLES["requester"]),
     Party.SOURCE: User(Role.INSTANCE, EXAMPLES["source"], ("m0", "m1")),

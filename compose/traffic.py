@@ -1,0 +1,120 @@
+# noqa: INP001 - a program of the stories
+"""Steady traffic: asks for transfers between instances, so many a second, and counts how each of them ends.
+
+    python traffic.py --pairs a:b,b:a --rate 2 --blocks 24
+
+A line on stdout for each end; on SIGTERM it asks for nothing more, awaits what runs, and prints one document with the
+counts, the failures, and some of the prompts that settled. Exit status 1 where a request failed or was lost.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvbus.errors import BusError
+from kvbus.publisher import Publisher
+
+BLOCK_TOKENS = 32
+"""Of the toy engine: a token is a letter."""
+PATIENCE_S = 60.0
+"""For one request, with all its repeats: an instance that is restarted is back within seconds."""
+KEPT = 6
+"""Prompts that settled last, for whoever compares answers."""
+RUNNING_MAX = 256
+"""Requests at a time; more are not asked for, since answers come too slowly then."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the requests; `repeats` are tries beyond the first."""
+
+    asked: int = 0
+    settled: int = 0
+    repeats: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: int = 0
+    sample: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def document(self) -> dict[str, object]:
+        """Return all of it for programs."""
+        return {
+            "asked": self.asked,
+            "settled": self.settled,
+            "repeats": self.repeats,
+            "failed": self.failed,
+            "skipped": self.skipped,
+            "sample": list(self.sample),
+        }
+
+
+def prompt(pick: random.Random, blocks: int) -> str:
+    """Return a text that nobody asked about before."""
+    return "".join(pick.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(blocks * BLOCK_TOKENS + 3))
+
+
+async def one(publisher: Publisher, source: str, destination: str, text: str, counts: Counts) -> None:
+    """Ask for one transfer, and again where a restart, a drain or load has refused it; count how it ended."""
+    try:
+        staged = await publisher.stage(source=source, destination=destination, prompt=text, patience_s=PATIENCE_S)
+    except BusError as error:
+        counts.failed.append(f"{source} to {destination}: {error}")
+        return
+    counts.repeats += staged.tries - 1
+    outcome = staged.outcome
+    why = f"{staged.verdict.verdict} {staged.verdict.reason}"
+    told = f"{outcome.outcome} {outcome.failure or ''} {outcome.reason}" if outcome else why
+    if staged.settled:
+        counts.settled += 1
+        counts.sample.append((destination, text))
+    else:
+        counts.failed.append(f"{source} to {destination}: {told}")
+    sys.stdout.write(f"{source} to {destination}: {told}, asked {staged.tries} times\n")
+    sys.stdout.flush()
+
+
+async def traffic(options: argparse.Namespace) -> Counts:
+    """Ask until told to stop, then await what runs."""
+    stop, counts, running = asyncio.Event(), Counts(), set[asyncio.Task[None]]()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    pick = random.SystemRandom()
+    pairs = itertools.cycle(pair.split(":") for pair in options.pairs.split(","))
+    async with Publisher(os.environ.get("KVBUS_NATS_URL"), requester=options.name or None) as publisher:
+        while not stop.is_set():
+            source, destination = next(pairs)
+            if len(running) < RUNNING_MAX:
+                counts.asked += 1
+                text = prompt(pick, options.blocks)
+                task = asyncio.create_task(one(publisher, source, destination, text, counts))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            else:
+                counts.skipped += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1 / options.rate):
+                    await stop.wait()
+        await asyncio.gather(*running)
+    return counts
+
+
+def main() -> int:
+    """Read the options and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", required=True, metavar="A:B,B:A", help="source and destination, in turn")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument("--blocks", type=int, default=24, help="whole blocks of each prompt")
+    parser.add_argument("--name", default="", help="the requester's name")
+    counts = asyncio.run(traffic(parser.parse_args()))
+    sys.stdout.write(json.dumps(counts.document()) + "\n")
+    return 1 if counts.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
