@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from kvbus.events import TransferOutcome
 from kvbus.handles import TransferHandle, Verdict
 
-PASSING_REASONS = ("draining:", "bus_unavailable:", "no instance ")
-"""How the refusals begin that pass: an instance that leaves, or that is away for a moment."""
+PASSING_REASONS = ("draining:", "bus_unavailable:", "not_leading:", "waited:", "no instance ")
+"""How the refusals begin that pass: an instance that leaves, is away for a moment, or chooses who takes its requests;
+and a queue that was too long."""
 PASSING_FAILURES = frozenset(
     {
         "shutdown",
@@ -23,9 +24,11 @@ PASSING_FAILURES = frozenset(
         "lease_refused",
         "page_changed",
         "deadline",
+        "contradiction",
     }
 )
-"""Ends of transfers whose source, or whose destination, was told to stop or has gone; and those that load explains."""
+"""Ends of transfers whose source, or whose destination, was told to stop or has gone; those that load explains; and
+those that the members of an instance have voided, as they do when one of them leaves: no page of them is used."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 2.0
 """Between two tries, doubled: a worker of the toy engine is back within a second, one with a model within many."""
 ANSWER_SLACK_S = 5.0

@@ -135,6 +135,7 @@ def _of_requester(user: User, inbox: str, topics: Topics, names: AssetNames) -> 
         f"{topics.prefix}.{Family.QUERY.value}.*.{Query.STATS.value}.*",  # counts, which a gateway tells Prometheus
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
+        *_log(names.settle, topics.settle_filter()),  # a gateway tells stories; decisions hold no prompts
         *_log(names.blocks, topics.blocks_filter()),  # no more than it may ask each cache: a router knows the prompts
     ]
     subscribe = (topics.result(user.name), topics.live_facts(), topics.live_blocks(), topics.heartbeat(), inbox)

@@ -175,7 +175,8 @@ class Publisher:
     ) -> Staged:
         """Ask as `transfer` does, and again where a restart, a drain or load has refused it, for up to `patience_s`.
 
-        So a rolling restart of all instances fails no request. What cannot pass by itself ends at once.
+        So a rolling restart of all instances fails no request. What the members of an instance have voided, as they do
+        while one of them leaves, is asked again too. What cannot pass by itself ends at once.
         """
 
         async def ask() -> TransferHandle:

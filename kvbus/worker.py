@@ -285,9 +285,10 @@ class Worker:
 
         Also the way out after a fault: then rounds may not run by themselves any more, so they are run here.
         """
+        fault = not self._stop.is_set()
         self._stop.set()
         if self.parts is not None:
-            await self._end_traffic(self.parts)
+            await self._end_traffic(self.parts, fault=fault)
         if self._port is not None and not await self._port.close():
             await self._end_engine()
             await self._port.close()
@@ -302,12 +303,12 @@ class Worker:
         await self._end_engine()
         base.watch.close()
 
-    async def _end_traffic(self, parts: Parts) -> None:
+    async def _end_traffic(self, parts: Parts, *, fault: bool) -> None:
         """Take and lend nothing new; wait, bounded, until transfers have ended and readers have let go.
 
         What has not ended by then is stopped, and its request handed back to the queue, for the next run.
         """
-        why = f"{self.settings.instance} is shutting down"
+        why = f"draining: {self.settings.instance} is shutting down"
         await parts.drain.stop(why)
 
         def ended() -> bool:
@@ -315,7 +316,7 @@ class Worker:
             return not parts.destination.running and not parts.lending.statistics().lent
 
         if not await _until(ended, FINISH_S):
-            parts.destination.stop(why)
+            parts.destination.stop(why, fault=fault)
             await _until(ended, STOP_BUDGET_S)
         await parts.asker.flush(FLUSH_S)
 

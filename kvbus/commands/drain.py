@@ -17,15 +17,13 @@ from kvbus.commands.rendering import printable
 from kvbus.commands.wording import counted
 from kvbus.draining import DrainAnswered, DrainAsked, HoldingRow
 from kvbus.errors import ConfigError
-from kvbus.roles.registry import Registered
+from kvbus.roles.asking import NOBODY_MAX_S
+from kvbus.roles.registry import Registered, lookup
 from kvbus.topics import Command, Topics
-from kvbus.transport import NoAnswer
+from kvbus.transport import Bus, NoAnswer
 
 PAUSE_S = 0.2
 """Between two looks; short against what a transfer takes."""
-SILENT_MAX = 3
-"""Looks in a row that nobody answers, after which a member that was to leave has left: a second and more, in which a
-connection that was lost is back."""
 SHOWN_MAX = 10
 LEFT = "left"
 
@@ -81,7 +79,7 @@ async def _drain(
     bus: NatsBus, topics: Topics, instance: str, asked: DrainAsked, budget_s: float, *, as_json: bool
 ) -> int:
     screen, began = console(as_json=as_json), time.monotonic()
-    draining = Draining(Members(bus, topics, "operator"), await members_of(bus, instance), leaves=asked.leave)
+    draining = Draining(bus, topics, await members_of(bus, instance), leaves=asked.leave)
     await draining.begin(asked)
     if asked.action == "drain":
         with _shown(screen, instance) as show:
@@ -95,13 +93,27 @@ async def _drain(
 
 
 class Draining:
-    """The members of one instance on their way out, as they say themselves."""
+    """The members of one instance on their way out, as they say themselves.
 
-    def __init__(self, members: Members, registered: Sequence[Registered], *, leaves: bool) -> None:
-        self._members = members
+    One that was to leave has left when nobody listens in its place for as long as a lost connection takes to come back.
+    Where it held something when it last spoke, its record must be gone from the registry too.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topics: Topics,
+        registered: Sequence[Registered],
+        *,
+        leaves: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._members = Members(bus, topics, "operator")
         self._registered = registered
         self._leaves = leaves
-        self._silent: dict[str, int] = {}
+        self._clock = clock
+        self._silent_since: dict[str, float] = {}
         self.states: dict[str, str] = {}
         self.answers: dict[str, DrainAnswered] = {}
 
@@ -114,41 +126,52 @@ class Draining:
     @property
     def held(self) -> int:
         """What holds members, over all of them."""
-        return sum(
-            one.leases_held + one.transfers_running + one.requests_in_hand + one.releases_unconfirmed
-            for member, one in self.answers.items()
-            if self.states[member] != LEFT
-        )
+        return sum(_held(one) for member, one in self.answers.items() if self.states[member] != LEFT)
 
     async def begin(self, asked: DrainAsked) -> None:
-        """Ask every member; ConfigError where one does not answer, or refuses."""
+        """Ask every member; ConfigError where one does not answer, or refuses, and says who was asked before it."""
         for one in self._registered:
             answer = await self._members.ask(Command.DRAIN, one, asked, DrainAnswered)
             who = f"{one.instance}/{one.member}"
             if isinstance(answer, NoAnswer):
-                raise ConfigError(f"{who} does not answer: is it away, or of a version that cannot be drained?")
+                why = "does not answer: is it away, or of a version that cannot be drained?"
+                raise ConfigError(f"{who} {why}{self._begun(one.instance)}")
             if answer.refusal:
-                raise ConfigError(f"{who} refuses: {printable(answer.refusal)}")
-            self._note(one.member, answer)
+                raise ConfigError(f"{who} refuses: {printable(answer.refusal)}{self._begun(one.instance)}")
+            await self._note(one, answer)
+
+    def _begun(self, instance: str) -> str:
+        """Return, for an error, which members do already what the others could not be asked for."""
+        names = ", ".join(f"{instance}/{member} ({state or 'takes part'})" for member, state in self.states.items())
+        return f"; asked before it, and not undone: {names}" if names else ""
 
     async def wait(self, ends_at: float, show: Callable[[int, str], None]) -> None:
         """Look again and again until all have ended, or the time is up."""
         while not self.ended and time.monotonic() < ends_at:
             for one in self._registered:
                 if self.states[one.member] != LEFT:
-                    self._note(one.member, await self._members.ask(Command.DRAIN, one, DrainAsked(), DrainAnswered))
+                    await self._note(one, await self._members.ask(Command.DRAIN, one, DrainAsked(), DrainAnswered))
             show(self.held, ", ".join(f"{member} {state}" for member, state in self.states.items()))
             if not self.ended:
                 await asyncio.sleep(PAUSE_S)
 
-    def _note(self, member: str, answer: DrainAnswered | NoAnswer) -> None:
+    async def _note(self, one: Registered, answer: DrainAnswered | NoAnswer) -> None:
+        member, now = one.member, self._clock()
         if isinstance(answer, DrainAnswered):
-            self._silent[member] = 0
+            self._silent_since.pop(member, None)
             self.states[member], self.answers[member] = answer.state, answer
-            return
-        self._silent[member] = self._silent.get(member, 0) + 1
-        if self._leaves and self._silent[member] >= SILENT_MAX:
+        elif answer.reason != "nobody_listens":  # it is slow, or stands still: somebody has it open all the same
+            self._silent_since.pop(member, None)
+        elif (
+            self._leaves
+            and now - self._silent_since.setdefault(member, now) >= NOBODY_MAX_S
+            and not (_held(self.answers[member]) and await self._is_registered(one))
+        ):
             self.states[member] = LEFT
+
+    async def _is_registered(self, one: Registered) -> bool:
+        there = await lookup(self._bus, one.instance)
+        return any((other.member, other.epoch) == (one.member, one.epoch) for other in there)
 
     def document(self, instance: str, *, took_s: float) -> dict[str, object]:
         """Return it for programs."""
@@ -168,6 +191,10 @@ class Draining:
             yield f"{instance}/{member}: {state or 'takes part'}"
             if state not in {LEFT, "drained", ""}:
                 yield from (f"  {line}" for line in held_by(self.answers[member]))
+
+
+def _held(answer: DrainAnswered) -> int:
+    return answer.leases_held + answer.transfers_running + answer.requests_in_hand + answer.releases_unconfirmed
 
 
 def held_by(answer: DrainAnswered) -> Iterator[str]:

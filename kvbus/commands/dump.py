@@ -104,6 +104,7 @@ def write(path: Path, collected: Dump) -> int:
         raise ConfigError("the dump is too long: give --since", length_bytes=len(data), most=ARCHIVE_LENGTH_MAX_BYTES)
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            os.fchmod(out.fileno(), 0o600)  # one that was there before keeps the mode that it had
             out.write(data)
     except OSError as error:
         raise ConfigError(f"the dump cannot be written: {error}; give another FILE with -o") from error

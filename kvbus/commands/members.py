@@ -5,13 +5,12 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvbus.bus import NatsBus
 from kvbus.errors import ConfigError, PeerError
 from kvbus.events import Header, decode, encode
 from kvbus.parts import Body
 from kvbus.roles.registry import Registered, lookup
 from kvbus.topics import Command, Topics
-from kvbus.transport import NoAnswer
+from kvbus.transport import Bus, NoAnswer
 
 ANSWER_S = 5.0
 """A member answers between two rounds, within milliseconds; this long only when overloaded."""
@@ -19,7 +18,7 @@ ANSWER_S = 5.0
 B = TypeVar("B", bound=Body)
 
 
-async def members_of(bus: NatsBus, instance: str) -> Sequence[Registered]:
+async def members_of(bus: Bus, instance: str) -> Sequence[Registered]:
     """Return who is registered under an instance; ConfigError where nobody is."""
     found = await lookup(bus, instance)
     if not found:
@@ -30,7 +29,7 @@ async def members_of(bus: NatsBus, instance: str) -> Sequence[Registered]:
 class Members:
     """Asks members on the subjects of one command, under a name of its own."""
 
-    def __init__(self, bus: NatsBus, topics: Topics, speaker: str) -> None:
+    def __init__(self, bus: Bus, topics: Topics, speaker: str) -> None:
         self._bus = bus
         self._topics = topics
         self._speaker = speaker

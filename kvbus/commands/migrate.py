@@ -19,7 +19,7 @@ from kvbus.topics import Topics
 @click.option(
     "--prefixes", default=PREFIXES_MAX, show_default=True, type=click.IntRange(1, PREFIXES_MAX), help="At most so many."
 )
-@click.option("--evict", is_flag=True, help="Drop them at the source, once all have settled at the destination.")
+@click.option("--evict", is_flag=True, help="Drop each at the source that the destination holds, once all settled.")
 @click.option("--patience", "patience_s", default=60.0, show_default=True, help="Seconds for each to be taken.")
 @broker_options
 @json_option
@@ -37,12 +37,15 @@ def migrate(
 ) -> int:
     """Bring the prefixes that an instance holds to another, those most often asked for first.
 
-    Their prompts do not travel: each is named by its last page. Nothing is dropped at the source without --evict.
+    Their prompts do not travel: each is named by its last page. Nothing is dropped at the source without --evict. With
+    it, all stay where one has failed; one that its destination does not hold any more, as where its pool is too small
+    for all of them, stays too, and counts as failed; and a prefix that was not chosen (--prefixes) loses the beginning
+    that it shares with one that was dropped.
 
     \b
     Exit status:
       0  all of them are there, or there was nothing to move
-      1  some are not: the lines say why
+      1  some are not, or are not any more: the lines say why
       2  it could not begin
     """  # noqa: D301 - click reads the sign itself
     if source == destination:

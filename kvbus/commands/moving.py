@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvbus.bus import NatsBus
 from kvbus.commands.members import Members, members_of
 from kvbus.commands.rendering import printable
 from kvbus.commands.wording import counted, size
@@ -25,6 +24,7 @@ from kvbus.prefixes import PREFIXES_MAX, PrefixRow
 from kvbus.publisher import Publisher
 from kvbus.roles.registry import Registered
 from kvbus.topics import Command, Topics
+from kvbus.transport import Bus
 
 AT_ONCE_MAX = 3
 """Transfers from one source at a time: fewer than a destination takes on by default, so that others have a place."""
@@ -68,7 +68,7 @@ class Moved:
 class Mover:
     """Asks for prefixes of one source; `patience_s` is for each of them."""
 
-    bus: NatsBus
+    bus: Bus
     topics: Topics
     publisher: Publisher
     source: str
@@ -101,17 +101,39 @@ class Mover:
         await asyncio.gather(*map(one, moves))
 
     async def evict(self) -> int:
-        """Drop at the source what has settled elsewhere, and return how many blocks that were; what is held stays.
+        """Drop at the source what its destination holds, and return how many blocks that were; what is held stays.
 
-        Prefixes share blocks, so where one was not moved, all stay: it would lose its beginning.
+        Prefixes share blocks, so where one was not moved, all stay: it would lose its beginning. What has settled may
+        be gone there again, in a small pool or by an answer that an earlier transfer gave: so each is asked for first.
         """
         if any(one.failure for one in self.moved):
             return 0
+        there: dict[str, Sequence[Registered]] = {}
         for one in self.moved:
+            destination = one.move.destination
+            if destination not in there:
+                there[destination] = await members_of(self.bus, destination)
+            if why := await self._why_kept(one.move, there[destination]):
+                one.failure = f"kept at {self.source}: {why}"
+                continue
             asked = CacheChangeAsked(action="evict", prompt=Prompt(prefix=one.move.row.name))
             answer = await self._members.ask(Command.CACHE, self._source(), asked, CacheChanged)
             one.evicted = answer.blocks if isinstance(answer, CacheChanged) else 0
         return sum(one.evicted for one in self.moved)
+
+    async def _why_kept(self, move: Move, members: Sequence[Registered]) -> str:
+        """Return why a prefix may not be dropped at its source; empty where its destination holds all of it."""
+        for one in members:
+            asked = CacheAsked(prompt=Prompt(prefix=move.row.name))
+            answer = await self._members.ask(Command.CACHE, one, asked, CacheAnswered)
+            if not isinstance(answer, CacheAnswered):
+                return f"{one.instance}/{one.member} does not say what it holds of it"
+            if answer.refusal or not answer.blocks_wanted:
+                return f"{one.instance}/{one.member} does not know it any more"
+            if answer.blocks_held != answer.blocks_wanted:
+                held = f"{answer.blocks_held} of {answer.blocks_wanted} blocks"
+                return f"{one.instance}/{one.member} holds {held} of it by now"
+        return ""
 
     async def _one(self, move: Move) -> Moved:
         try:

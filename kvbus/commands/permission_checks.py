@@ -164,13 +164,13 @@ def _stream_rights(topics: Topics, names: AssetNames) -> Iterator[_Right]:
         yield _Right("publish", operator, build, headers=_UNSTORED)
     requesters = frozenset({_REQUESTER, _OPERATOR})
     yield _Right("publish", requesters, lambda name: topics.transfer(name, _HASH), headers=_UNSTORED)
-    facts, settle = frozenset({_REQUESTER, _OBSERVER, _OPERATOR}), frozenset({_OBSERVER, _OPERATOR})
+    logs = frozenset({_REQUESTER, _OBSERVER, _OPERATOR})
     for roles, subject in (
         (_ALL, f"STREAM.INFO.KV_{names.instances}"),
-        (facts, f"CONSUMER.CREATE.{names.facts}.{PROBE}.{topics.facts_filter()}"),
-        (settle, f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle_filter()}"),
+        (logs, f"CONSUMER.CREATE.{names.facts}.{PROBE}.{topics.facts_filter()}"),
+        (logs, f"CONSUMER.CREATE.{names.settle}.{PROBE}.{topics.settle_filter()}"),
         (requesters, f"CONSUMER.CREATE.{names.blocks}.{PROBE}.{topics.blocks_filter()}"),
-        (facts, f"STREAM.INFO.{names.transfer}"),
+        (logs, f"STREAM.INFO.{names.transfer}"),
         (operator, f"STREAM.MSG.GET.{names.transfer}"),
         (operator, f"STREAM.CREATE.{PROBE}"),
         (operator, f"DIRECT.GET.KV_{names.instances}"),  # it would send a stored message wherever its asker says

@@ -145,6 +145,8 @@ def _members(rows: Sequence[MemberRow], look: Look) -> Section:
     def cells(row: MemberRow) -> tuple[str, ...]:
         counts = (row.pages, row.pages_free, row.pages_cached, row.pages_lent, row.pages_quarantined, row.leases_held)
         heard = age(look.now_ns - row.heard_ns) if row.heard_ns else "never"
+        if row.state:  # in the eight signs that a narrow terminal has left
+            heard = f"{heard}, {row.state}" if is_silent(row) else row.state
         return (
             f"{row.instance}/{row.member}", epoch_text(row.epoch), row.engine,
             *("–" if count is None else str(count) for count in counts), heard if row.registered else f"GONE, {heard}",
@@ -153,7 +155,10 @@ def _members(rows: Sequence[MemberRow], look: Look) -> Section:
     def style(row: MemberRow) -> str:
         if not row.registered:
             return "red"
-        return "yellow" if row.heard_ns and look.now_ns - row.heard_ns > SILENT_NS else ""
+        return "yellow" if is_silent(row) or row.state else ""
+
+    def is_silent(row: MemberRow) -> bool:
+        return row.heard_ns > 0 and look.now_ns - row.heard_ns > SILENT_NS
 
     return Section(
         f"instances: {counted(len(rows), 'member')}", columns, tuple((cells(row), style(row)) for row in rows)

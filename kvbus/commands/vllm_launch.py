@@ -22,6 +22,7 @@ from kvbus.errors import ConfigError
 
 ENTRY = "vllm.entrypoints.openai.api_server"
 """Not `vllm serve`: the CPU package's own script looks for a distribution of another name, and dies."""
+DETAILS = "--enable-prompt-tokens-details"
 STOP_WAIT_S = 20.0
 """vLLM ends its engine's processes itself, within some seconds; what is left then is killed."""
 LOOK_S = 0.5
@@ -103,7 +104,10 @@ class ServerPlan:
                 raise ConfigError(f"{name} is written by kvbus: leave it out, or run vLLM yourself (docs/vllm.md)")
         config = json.dumps(self.transfer_config(), separators=(",", ":"))
         block = () if option_of(self.arguments, "--block-size") else ("--block-size", "32")
-        return [self.python, "-m", ENTRY, *self.arguments, *block, "--kv-transfer-config", config]
+        # Without it vLLM tells nobody how much of a prompt came from a cache.
+        given = any(option_of(self.arguments, name) is not None for name in (DETAILS, DETAILS.replace("--", "--no-")))
+        details = () if given else (DETAILS,)
+        return [self.python, "-m", ENTRY, *self.arguments, *block, *details, "--kv-transfer-config", config]
 
     def shown(self) -> str:
         """Return the command as a person can type it."""

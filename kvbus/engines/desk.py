@@ -83,9 +83,9 @@ class Where:
 
 
 class Desk(Protocol):
-    """What the worker does for its engine (first ten) and for clients (the rest, and `forget`).
+    """What the worker does for its engine (first eleven) and for clients (the rest, and `forget`).
 
-    A handle or write belongs to the engine until `hand_over`, `release`, `commit`, `abandon` or `engine_gone`.
+    A handle or write is the engine's until `hand_over`, `release`, `commit`, `abandon`, `engine_left` or `engine_gone`.
     """
 
     def welcome(self, hello: Hello) -> Welcome | Refusal:
@@ -117,6 +117,9 @@ class Desk(Protocol):
 
     def hand_over(self, handle: int) -> None:
         """The handle passes from the engine to the worker: `engine_gone` spares it, the worker releases it itself."""
+
+    def engine_left(self) -> None:
+        """Abandon and release all that the engine holds: its process says that it touches none of it any more."""
 
     def engine_gone(self) -> None:
         """Give back all that the engine holds; called once per engine, after its process is proved to have ended."""

@@ -27,7 +27,9 @@ _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora
            "extra_keys", "group_idx")  # fmt: skip
 _REMOVED = ("block_hashes", "medium", "group_idx")
 _BATCH = ("ts", "events", "data_parallel_rank")
-_TEXT_MAX = 200
+_TEXT_MAX, _MEDIUM_MAX = 200, 32
+_BLOCK_TOKENS_MAX = 1 << 20
+"""Tokens of one block; engines have 16 to some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +169,18 @@ def _parsed(event: object) -> tuple[str, _Fields] | None:
         return kind, _Fields((), "", 0)
     if kind == "BlockRemoved":
         given = _fields(rest, _REMOVED, kind)
-        return kind, _Fields(_hashes(given), _text(given.get("medium")), _group(given))
+        return kind, _Fields(_hashes(given), _medium(given), _group(given))
     if kind != "BlockStored":
         return None
     given = _fields(rest, _STORED, kind)
     hashes, lora = _hashes(given), _text(given.get("lora_name"))
     size = given.get("block_size")
-    if not isinstance(size, int) or size < 1:
-        raise PeerError("a stored block has no block size", got=repr(size)[:40])
+    if not isinstance(size, int) or not 1 <= size <= _BLOCK_TOKENS_MAX:
+        raise PeerError("a stored block has no block size that can be", got=repr(size)[:40])
     parent, tokens = given.get("parent_block_hash"), given.get("token_ids")
     return kind, _Fields(
         hashes=hashes,
-        medium=_text(given.get("medium")),
+        medium=_medium(given),
         group=_group(given),
         parent=b"" if parent is None else _hash(parent),
         tokens=tokens if isinstance(tokens, list) else (),
@@ -224,6 +226,10 @@ def _hash(value: object) -> bytes:
 def _group(given: Mapping[str, object]) -> int:
     group = given.get("group_idx")
     return group if isinstance(group, int) and 0 <= group < 2**16 else 0
+
+
+def _medium(given: Mapping[str, object]) -> str:
+    return _text(given.get("medium"))[:_MEDIUM_MAX]
 
 
 def _text(value: object) -> str:

@@ -2,7 +2,9 @@
 
 One engine at a time. When its socket closes every call in flight fails at once, but what it held comes back only when
 its process is proved to have ended (a pidfd that was opened while it was connected): a process that has closed its
-socket may still be writing pages. Until then no other engine is taken.
+socket may still be writing pages. Until then no other engine is taken. The same process may come back, if its hello
+says that it has left: that it touches nothing of what it held any more. That is its own word about its own accesses,
+as each `abandon` and `release` is, and it stands for those that could not be sent.
 
 The socket's folder is for the worker's user alone (0700) and so is the socket (0600); who connects is checked again by
 the kernel's word. A peer whose frames make no sense gets an error and is closed; the worker goes on.
@@ -257,13 +259,18 @@ class EnginePort:
         hello = hello_of(frame, process)
         if self._is_closing:
             return Refusal("the worker is closing")
+        assert self._watch is not None  # noqa: S101 - start() made it before anything could connect
         present = self._leaving if self._engine is None else self._engine.hello
+        if present is not None and present is self._leaving and _has_left(present, hello, frame):
+            self._watch.forget(process)
+            self._leaving = present = None
+            self._desk.engine_left()
+            self._vacant.set()
         if present is not None:
             state = "is attached" if self._engine is not None else "has closed its socket but still runs"
             return Refusal(
                 f"an engine ({present.engine}, process {present.process.pid}) {state}; a worker serves one: end it"
             )
-        assert self._watch is not None  # noqa: S101 - start() made it before anything could connect
         # Watched first, asked second: it is still connected after its pidfd was opened, so that is its pidfd (P6).
         if not self._watch.watch(process, self._engine_process_ended) or not connection.is_connected():
             self._watch.forget(process)
@@ -317,3 +324,8 @@ class EnginePort:
         if not task.cancelled() and (error := task.exception()) is not None:
             # Not a peer's fault, those are handled: ours, or the desk's. Whoever runs the loop decides.
             task.get_loop().call_exception_handler({"message": "kvbus engine port", "exception": error, "task": task})
+
+
+def _has_left(leaving: Hello, hello: Hello, frame: Frame) -> bool:
+    """Tell whether a hello ends the session before: it says so, and the kernel says that it is the same process."""
+    return link.flag(frame, "left", default=False) and leaving.process == hello.process

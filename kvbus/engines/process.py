@@ -71,8 +71,11 @@ def connect(path: Path, budget_s: float = CONNECT_BUDGET_S) -> BlockingLink:
             never_set.wait(_CONNECT_PAUSE_S)
 
 
-def attach(blocking: BlockingLink, about: Description) -> PoolMemory:
-    """Say who we are and return the pool that the worker made; EngineError if it refuses, ConfigError for its text."""
+def attach(blocking: BlockingLink, about: Description, *, left: bool = False) -> PoolMemory:
+    """Say who we are and return the pool that the worker made; EngineError if it refuses, ConfigError for its text.
+
+    `left`: this process was attached before, and touches nothing of what it was given then any more.
+    """
     blocking.send(
         "hello",
         _HELLO_ID,
@@ -84,6 +87,7 @@ def attach(blocking: BlockingLink, about: Description) -> PoolMemory:
         layout=about.layout.to_plain(),
         vocab_size=about.vocab_size,
         tokens_max=about.tokens_max,
+        **({"left": True} if left else {}),
     )
     try:
         frame = blocking.receive(WELCOME_TIMEOUT_S)

@@ -135,6 +135,10 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # v
         self._scheduler().forget()
         return True
 
+    def has_pending_push_work(self) -> bool:
+        """Have an idle engine make one step where that step has to carry what is to be forgotten."""
+        return self._scheduling is not None and self._scheduling.wants_step
+
     # The worker's side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

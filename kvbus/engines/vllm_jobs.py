@@ -26,6 +26,9 @@ ANSWERING_THREADS = 4
 STORED_WAIT_S = 10.0
 """A marked prompt is copied out within milliseconds of its answer; behind a full queue of others it takes longer."""
 
+CUT_WAIT_S = 1.0
+"""Whoever cut an answer waits for its end only, and its prompt was being copied out before its first token came."""
+
 ANEW = "the kvbus worker that asked is gone, and another one is there"
 
 _TEXT_MAX = 2_000
@@ -89,7 +92,7 @@ class Jobs:
         blocks = len(whole) // self._block_tokens
         prefilled = self._held(worker, ids, salt, blocks) or self._computed(worker, whole, salt, job)
         if job.cancelled.is_set():
-            self._mover.call(lambda now: now.calls.release(prefilled.handle), CALL_TIMEOUT_S)
+            self._mover.let_go(worker, prefilled.handle)
             raise StoppedError
         worker.finish(job, "reply", **asdict(prefilled))
 
@@ -105,7 +108,11 @@ class Jobs:
             session.calls.release(handle)
             return None
 
-        return self._mover.call(match, CALL_TIMEOUT_S)
+        def undo(session: Session, prefilled: Prefilled | None) -> None:
+            if prefilled is not None:
+                session.calls.release(prefilled.handle)
+
+        return self._mover.call(match, CALL_TIMEOUT_S, undo)
 
     def _computed(self, worker: WorkerLink, whole: tuple[int, ...], salt: str, job: Job) -> Prefilled:
         """Have the server compute a prompt, and return it pinned as the mover stored it."""
@@ -113,7 +120,7 @@ class Jobs:
             raise StoppedError
         with self._mark() as (mark, waiting):
             self._server.compute(whole, salt=salt, mark=mark)
-            kept = _kept(waiting)
+            kept = _kept(waiting, _Told())
         if kept is None:
             raise EngineError("vLLM computed the prompt, and its pages were not stored in time", waited_s=STORED_WAIT_S)
         if kept.session.calls is not worker:  # a handle means something to the worker that gave it, and to no other
@@ -146,7 +153,7 @@ class Jobs:
             ours = {"store": store, "reuse": reuse, "mark": mark}
             with closing(self._server.answer(ids, salt=salt, max_tokens=most, ours=ours)) as steps:
                 self._tell(worker, job, steps, told)
-            kept = _kept(waiting) if store and told.reason != "cancelled" else None
+            kept = _kept(waiting, told) if store else None
             if kept is not None:
                 self._mover.give_back(kept)
         worker.finish(
@@ -155,7 +162,7 @@ class Jobs:
             tokens=link.as_column(told.tokens),
             text="".join(told.texts),
             prompt_tokens=len(ids),
-            cached_tokens=told.cached_tokens,
+            cached_tokens=told.cached_tokens if kept is None else kept.cached_tokens,
             stored_blocks=0 if kept is None else kept.blocks - kept.held_before,
             reason=told.reason or "stop",
         )
@@ -197,8 +204,12 @@ class _Told:
     cached_tokens: int = 0
 
 
-def _kept(waiting: "queue.SimpleQueue[Kept]") -> Kept | None:
+def _kept(waiting: "queue.SimpleQueue[Kept]", told: _Told) -> Kept | None:
+    """Return what was stored under a mark; an answer that was cut before its first token may store nothing at all."""
+    is_cut = told.reason == "cancelled"
+    if is_cut and not told.tokens:
+        return None
     try:
-        return waiting.get(timeout=STORED_WAIT_S)
+        return waiting.get(timeout=CUT_WAIT_S if is_cut else STORED_WAIT_S)
     except queue.Empty:
         return None

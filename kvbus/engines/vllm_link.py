@@ -1,7 +1,8 @@
 """The way to the kvbus worker: attaches as its engine, again and again, and serves what it asks of this engine.
 
 A kvbus worker may start later than vLLM, and start anew: each attachment is a session with a pool of its own, and when
-its socket closes the session is over. vLLM does not notice any of it, but for caches that are not there.
+its socket closes the session is over. vLLM does not notice any of it, but for caches that are not there. A worker that
+lives on takes the same process again once that says that its mover is back from every copy of the session before.
 """
 
 import os
@@ -31,6 +32,7 @@ class WorkerAttachment:
         self._serve_jobs = serve_jobs
         self._stopping = threading.Event()
         self._blocking: BlockingLink | None = None
+        self._has_said_hello = False
         self._said = ""
 
     def __repr__(self) -> str:
@@ -64,8 +66,11 @@ class WorkerAttachment:
     def _serve_one(self) -> bool:
         """Attach, and serve until the worker closes; True once it was attached."""
         blocking = self._blocking = BlockingLink.connect(self._path)
+        # A worker that was silent for long still counts us as its engine, and believes nobody but us that this is over.
+        left = self._has_said_hello and self._mover.has_left
+        self._has_said_hello = True
         try:
-            pool = attach(blocking, self._about)
+            pool = attach(blocking, self._about, left=left)
             worker = WorkerLink(blocking, pool)
             self._say(f"attached to the kvbus worker at {self._path}, {pool.page_count} pages")
             self._mover.attach(Session(worker, pool))

@@ -7,6 +7,7 @@ its answer is there at a later call or it is not. A worker that is away, or late
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class Lookups:
         self._answers: dict[str, int] = {}
         self._open: set[str] = set()
         self._lock = threading.Lock()
+        self._again: _Question | None = None  # the thread's own, as is _forgets_heard
+        self._forgets_asked = 0
+        self._forgets_heard = 0
         self._is_near = False
         self._is_late = False
         self._stopping = threading.Event()
@@ -93,46 +97,74 @@ class Lookups:
             # One that was answered just now would never be spoken of again.
             self._is_late = self._is_late or (key in self._open and key not in self._answers)
 
+    def forget(self) -> None:
+        """Have the worker forget all names: now, or before anything else once one is there. The scheduler thread's."""
+        self._forgets_asked += 1
+        with suppress(queue.Full):  # else the thread comes to it behind the question that it is at
+            self._questions.put_nowait(_Question("", (), ""))
+
     def _run(self) -> None:
         pause_s, longest_s = BACKOFF_S
         while not self._stopping.is_set():
+            again = self._take_again()
             try:
                 with self._connect(self._path) as client:
                     self._is_near, pause_s = True, BACKOFF_S[0]
-                    self._serve(client)
+                    self._serve(client, again)
             except EngineError:
                 pass  # away: that is no fault, and the worker's side says so once
             except Exception as error:  # a fault of ours must not end look-ups for good
                 complain(f"a look-up failed: {type(error).__name__}: {error}")
             self._is_near = self._is_late = False
+            if self._again is not None:
+                continue  # the worker may have started anew since we connected: ask once more, at once
+            if again is not None:
+                self._answer(again.key, 0)
             self._answer_rest()
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _serve(self, client: LocalClient) -> None:
+    def _take_again(self) -> _Question | None:
+        again, self._again = self._again, None
+        return again
+
+    def _serve(self, client: LocalClient, again: _Question | None) -> None:
+        self._tell(client)
+        if again is not None:
+            self._ask(client, again)
         while not self._stopping.is_set():
             question = self._questions.get()
             if question is None:
                 return
-            if question.key in self._open:
-                self._answer(question.key, self._ask(client, question))
-            with self._lock:
-                self._is_late = False
+            try:
+                self._tell(client)
+                self._ask(client, question)
+            except EngineError:
+                self._again = question
+                raise
 
-    def _ask(self, client: LocalClient, question: _Question) -> int:
-        try:
-            held = client.held(question.ids, question.salt)
-        except EngineRefusedError:  # no engine has attached yet, so there is no pool
-            held = 0
-        except EngineError:
-            self._answer(question.key, 0)
-            raise
-        return held
+    def _tell(self, client: LocalClient) -> None:
+        """Have the worker forget, as often as was asked up to now."""
+        if self._forgets_heard < (asked := self._forgets_asked):
+            with suppress(EngineRefusedError):  # without an engine there is no pool, and nothing to forget
+                client.forget()
+            self._forgets_heard = asked
+
+    def _ask(self, client: LocalClient, question: _Question) -> None:
+        """Ask a question that somebody still waits for."""
+        if question.key in self._open:
+            try:
+                held = client.held(question.ids, question.salt)
+            except EngineRefusedError:  # no engine has attached yet, so there is no pool
+                held = 0
+            self._answer(question.key, held)
+        with self._lock:
+            self._is_late = False
 
     def _answer(self, key: str, blocks: int) -> None:
         with self._lock:
             if key in self._open:
-                self._answers[key] = blocks
+                self._answers.setdefault(key, blocks)
 
     def _answer_rest(self) -> None:
         """Nobody is there any more: what was put is answered with nothing."""

@@ -57,6 +57,14 @@ def only_spec(vllm_config: Foreign, kv_cache_config: Foreign) -> Foreign:
             tensor=parallel.tensor_parallel_size,
             pipeline=parallel.pipeline_parallel_size,
         )
+    # vLLM sets the size back to one in each replica of a dense model, and leaves its index.
+    replicas = {name: getattr(parallel, f"data_parallel_{name}", 0) or 0 for name in ("size", "rank", "index")}
+    if replicas["size"] > 1 or replicas["rank"] > 0 or replicas["index"] > 0:
+        raise ConfigError(
+            "kvbus's connector serves one engine: start vLLM without data parallelism, and instead one server for each "
+            "replica, with an instance of kvbus beside each",
+            **replicas,
+        )
     if vllm_config.speculative_config is not None:
         raise ConfigError("kvbus's connector moves one model's KV: start vLLM without speculative decoding")
     groups = kv_cache_config.kv_cache_groups

@@ -11,8 +11,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from kvbus.engines.base import WorkerCalls
 from kvbus.engines.link import EngineError
@@ -61,6 +62,58 @@ class Kept:
     held_before: int
     blocks: int
     refused: str = ""
+    cached_tokens: int = 0
+    """How many of the prompt's tokens vLLM did not compute."""
+
+
+class _Call(Generic[Answer]):
+    """One call, which its caller may leave while it waits or runs; `undo` gets what it then gives."""
+
+    def __init__(self, work: Callable[[Session], Answer], undo: Callable[[Session, Answer], None]) -> None:
+        self._work = work
+        self._undo = undo
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._given: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def run(self, find: Callable[[], Session]) -> None:
+        """Make the call, on the mover's thread."""
+        if self._left.is_set():
+            return
+        try:
+            session = find()
+            given = self._work(session)
+        except Exception as error:
+            self._given.put(error)
+            return
+        with self._lock:
+            is_left = self._left.is_set()
+            if not is_left:
+                self._given.put(given)
+        if is_left:
+            self._undo(session, given)
+
+    def wait(self, timeout_s: float) -> Answer:
+        """Return what the call gives; EngineError where it gives nothing in time, and then it leaves nothing behind."""
+        try:
+            given = self._given.get(timeout=timeout_s)
+        except queue.Empty:
+            given = self._leave(timeout_s)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def _leave(self, waited_s: float) -> Answer | Exception:
+        with self._lock:
+            self._left.set()
+            try:
+                return self._given.get_nowait()  # it came just now
+            except queue.Empty:
+                return EngineError("the connector did not get to this call in time", waited_s=waited_s)
+
+
+def _nothing() -> None:
+    """Do nothing: only the turn of the thread is wanted."""
 
 
 class Mover:
@@ -75,7 +128,11 @@ class Mover:
         self._lock = threading.Lock()
         self._counting: set[str] = set()  # requests whose stores have neither ended nor been voided
         self._wanted: dict[str, queue.SimpleQueue[Kept]] = {}
-        self._forget_pending = False
+        self._first: deque[Callable[[], None]] = deque()  # at most one for each open handle, and the ends of sessions
+        self._left = threading.Event()
+        self._left.set()
+        self._forgets_asked = 0
+        self._forgets_heard = 0  # the thread's own
 
     def __repr__(self) -> str:
         return f"<Mover attached={self.session is not None} waiting={self._orders.qsize()}>"
@@ -83,20 +140,28 @@ class Mover:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is moved or waits to be, and nothing that has ended waits to be told."""
-        return not self._orders.unfinished_tasks and not self._ended
+        return not self._orders.unfinished_tasks and not self._ended and not self._first
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nothing of a session that was detached is touched any more: the thread is back from all of it."""
+        return self._left.is_set()
 
     # Orders ---------------------------------------------------------------------------------------------------------
 
     def load(self, load: Load) -> None:
         """Begin a load; it ends in `take_ended`, whatever happens."""
-        if not self._put(lambda: self._load(load)):
+        forgets = self._forgets_asked
+        if not self._put(lambda: self._load(load, forgets)):
             self._ended.append(Loaded(load.request_id, load.block_ids))
 
     def store(self, store: Store) -> None:
         """Begin a store; it ends in `take_ended`, whatever happens."""
         with self._lock:
             self._counting.add(store.request_id)
-        if not self._put(lambda: self._store(store)):
+        forgets = self._forgets_asked
+        if not self._put(lambda: self._store(store, forgets)):
+            self.void(store.request_id)
             self._ended.append(Stored(store.request_id))
 
     def void(self, request_id: str) -> None:
@@ -105,9 +170,14 @@ class Mover:
             self._counting.discard(request_id)
 
     def forget(self) -> None:
-        """Have all names forgotten before anything that is put later; kept in mind until a worker has heard it."""
-        self._forget_pending = True
-        self._put(self._forget)
+        """Have all names forgotten before anything that is put later; kept in mind until a worker has heard it.
+
+        What was put before may still store, and is forgotten with the rest. So each order knows how many were asked for
+        when it was put, and sees to it that those were heard; a queue that is full loses nothing by it.
+        """
+        with self._lock:
+            self._forgets_asked = asked = self._forgets_asked + 1
+        self._put(lambda: self._forget(asked))
 
     def take_ended(self) -> list[Loaded | Stored]:
         """Return what has ended since the last call."""
@@ -116,25 +186,17 @@ class Mover:
             ended.append(self._ended.popleft())
         return ended
 
-    def call(self, work: Callable[[Session], Answer], timeout_s: float) -> Answer:
-        """Have the mover's thread make a call to the worker, and return what it gives; not for vLLM's own threads."""
-        answer: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+    def call(
+        self, work: Callable[[Session], Answer], timeout_s: float, undo: Callable[[Session, Answer], None]
+    ) -> Answer:
+        """Have the mover's thread make a call to the worker, and return what it gives; not for vLLM's own threads.
 
-        def run() -> None:
-            try:
-                answer.put(work(self._attached()))
-            except Exception as error:
-                answer.put(error)
-
-        if not self._put(run):
+        A call whose caller has left is not begun any more, and undone where it was under way.
+        """
+        call, forgets = _Call(work, undo), self._forgets_asked
+        if not self._put(lambda: call.run(lambda: self._attached(forgets))):
             raise EngineError("the connector is busy: too many copies wait")
-        try:
-            given = answer.get(timeout=timeout_s)
-        except queue.Empty as error:
-            raise EngineError("the connector did not get to this call in time", waited_s=timeout_s) from error
-        if isinstance(given, Exception):
-            raise given
-        return given
+        return call.wait(timeout_s)
 
     # Marked stores --------------------------------------------------------------------------------------------------
 
@@ -154,50 +216,72 @@ class Mover:
 
     def give_back(self, kept: Kept) -> None:
         """Release a kept handle, unless its worker is gone."""
-        self._put(lambda: kept.session.calls.release(kept.handle))
+        self.let_go(kept.session.calls, kept.handle)
+
+    def let_go(self, calls: PageCalls, handle: int) -> None:
+        """Release a handle before all orders that wait, however many those are; unless its worker is gone."""
+
+        def release() -> None:
+            if not calls.closed.is_set():
+                calls.release(handle)
+
+        self._put_first(release)
 
     # The thread -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Work until `stop`."""
-        while (work := self._orders.get()) is not None:
-            try:
-                work()
-            except EngineError as error:
-                session = self.session
-                if session is not None and not session.calls.closed.is_set():
-                    complain(str(error))
-            except Exception as error:  # foreign code copies here; the next order may work
-                complain(f"a copy failed: {type(error).__name__}: {error}")
-            finally:
-                self._orders.task_done()
+        is_over = False
+        while not is_over:
+            work = self._orders.get()
+            while self._first:
+                self._guard(self._first.popleft())
+            if work is None:
+                is_over = True
+            else:
+                self._guard(work)
+            # Here everything that was put before a forget has ended, also where the forget itself found no room.
+            if self._orders.empty():
+                self._guard(lambda: self._forget(self._forgets_asked))
+            self._orders.task_done()
 
     def stop(self) -> None:
         """End the thread behind what was put already; where it cannot be told, it ends with the process."""
         self._put(None)
 
     def attach(self, session: Session) -> None:
-        """A worker has taken this engine: it is asked from here on."""
+        """A worker has taken this engine: it is asked from here on, first to forget what it has not heard of."""
         self.session = session
-        if self._forget_pending:
-            self._put(self._forget)
+        self._wake()
 
     def detach(self) -> None:
-        """The worker is gone; its pool is dropped once nobody copies any more."""
+        """The worker is gone; its pool is dropped once nobody copies any more, which `has_left` tells."""
         self.session = None
+        self._left = left = threading.Event()
+        self._put_first(left.set)
 
-    def _load(self, load: Load) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except EngineError as error:
+            session = self.session
+            if session is not None and not session.calls.closed.is_set():
+                complain(str(error))
+        except Exception as error:  # foreign code copies here; the next order may work
+            complain(f"a copy failed: {type(error).__name__}: {error}")
+
+    def _load(self, load: Load, forgets: int) -> None:
         came = 0
         try:
-            came = self._bring(load)
+            came = self._bring(load, forgets)
         finally:
             if came < len(load.block_ids):
                 self.counts["failed"] += 1
             self._ended.append(Loaded(load.request_id, load.block_ids[came:]))
 
-    def _bring(self, load: Load) -> int:
+    def _bring(self, load: Load, forgets: int) -> int:
         """Copy what is there of a load, and return how many blocks that were."""
-        session = self._attached()
+        session = self._attached(forgets)
         handle, pages = session.calls.match(tokens_from_bytes(load.ids), load.salt)
         try:
             there = pages[load.first_block : load.first_block + len(load.block_ids)]
@@ -208,19 +292,19 @@ class Mover:
         self.counts["loaded_blocks"] += len(there)
         return len(there)
 
-    def _store(self, store: Store) -> None:
+    def _store(self, store: Store, forgets: int) -> None:
         try:
             if not store.needs_mark or store.mark in self._wanted:
-                self._keep(store)
+                self._keep(store, forgets)
         finally:
             with self._lock:
                 self._counting.discard(store.request_id)
             self._ended.append(Stored(store.request_id))
 
-    def _keep(self, store: Store) -> None:
-        session = self._attached()
+    def _keep(self, store: Store, forgets: int) -> None:
+        session = self._attached(forgets)
         handle, pages = session.calls.match(tokens_from_bytes(store.ids), store.salt)
-        kept = Kept(session, handle, len(pages), len(pages))
+        kept = Kept(session, handle, len(pages), len(pages), "", store.cached_tokens)
         try:
             if len(pages) < len(store.block_ids):
                 kept = self._fill(session, store, kept)
@@ -235,7 +319,7 @@ class Mover:
         first, wanted = kept.held_before, len(store.block_ids)
         granted = session.calls.alloc(kept.handle, first, wanted - first)
         if isinstance(granted, str):
-            return Kept(session, kept.handle, first, first, granted)
+            return replace(kept, refused=granted)
         write, pages = granted
         try:
             self._copier.store(session.pool, pages, store.block_ids[first : first + len(pages)])
@@ -245,12 +329,12 @@ class Mover:
         # What was voided up to here may have been read after others wrote it; what is voided later was not.
         if not self._counts(store.request_id):
             session.calls.abandon(write)
-            return Kept(session, kept.handle, first, first, "the request was preempted: its blocks went to others")
+            return replace(kept, refused="the request was preempted: its blocks went to others")
         session.calls.commit(write)
         self.counts["stored_blocks"] += len(pages)
         blocks = first + len(pages)
         short = "" if blocks == wanted else f"the pool had room for {blocks} of {wanted} blocks"
-        return Kept(session, kept.handle, first, blocks, short)
+        return replace(kept, blocks=blocks, refused=short)
 
     def _hand_over(self, mark: str, kept: Kept) -> bool:
         with self._lock:
@@ -259,21 +343,32 @@ class Mover:
                 waiting.put(kept)
             return waiting is not None
 
-    def _forget(self) -> None:
-        session = self.session
-        if session is not None and self._forget_pending:
-            session.calls.forget()
-            self._forget_pending = False
+    def _forget(self, asked: int) -> None:
+        if self.session is not None:
+            self._attached(asked)
 
     def _counts(self, request_id: str) -> bool:
         with self._lock:
             return request_id in self._counting
 
-    def _attached(self) -> Session:
+    def _attached(self, forgets: int) -> Session:
+        """Return the session, once its worker has heard of all that was to be forgotten when an order was put."""
         session = self.session
         if session is None:
             raise EngineError("no kvbus worker is there")
+        if self._forgets_heard < forgets:
+            session.calls.forget()
+            self._forgets_heard = forgets
         return session
+
+    def _put_first(self, work: Callable[[], None]) -> None:
+        self._first.append(work)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the thread look at what is not an order; where the queue is full it comes to that by itself."""
+        with suppress(queue.Full):
+            self._orders.put_nowait(_nothing)
 
     def _put(self, work: Callable[[], None] | None) -> bool:
         try:

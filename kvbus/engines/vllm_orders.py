@@ -34,6 +34,8 @@ class Store:
     block_ids: tuple[int, ...]
     mark: str = ""
     needs_mark: bool = False
+    cached_tokens: int = 0
+    """How many of the prompt's tokens were there before its first step: found in vLLM's own cache, or loaded."""
 
 
 @dataclass(frozen=True, slots=True)

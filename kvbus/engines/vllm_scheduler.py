@@ -54,6 +54,9 @@ class Questions(Protocol):
     def overdue(self, key: str) -> None:
         """Say that its answer was waited for as long as may be."""
 
+    def forget(self) -> None:
+        """Have the worker forget all names, without a step of vLLM's."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -69,6 +72,7 @@ class _Known:
     found: int | None = None
     local_blocks: int = 0
     loaded_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 class SchedulerSide:
@@ -88,6 +92,7 @@ class SchedulerSide:
         self._sending: set[str] = set()
         self._loads: list[Load] = []
         self._held: list[str] = []
+        self._left: list[str] = []
         self._wants_forget = False
         self._quiet_until = 0.0
         self._pause_s = FAILED_PAUSE_S[0]
@@ -99,7 +104,13 @@ class SchedulerSide:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is remembered of any request."""
-        return not (self._known or self._to_store or self._storing or self._loading or self._sending or self._held)
+        of_running = self._known or self._to_store or self._storing or self._loading
+        return not (of_running or self._sending or self._held or self._left)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether there is something to say that no request's step will carry: what is forgotten while vLLM is idle."""
+        return self._wants_forget
 
     def arrived(self, request: Request) -> None:
         """A new request: ask at once, so that the answer is here when it is first scheduled."""
@@ -144,7 +155,7 @@ class SchedulerSide:
 
     def orders(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int] | None]) -> Orders:
         """Return what the worker's side is to do with this step; `scheduled` says how many tokens each computes."""
-        voided = self._voided() if self._storing else ()
+        voided = self._voided() if self._storing or self._left else ()
         stores = self._stores(scheduled, block_ids_of) if self._to_store else ()
         if not (voided or stores or self._loads or self._held or self._wants_forget):
             return NO_ORDERS
@@ -158,7 +169,11 @@ class SchedulerSide:
         known = self._known.pop(request_id, None)
         self._to_store.pop(request_id, None)
         self._lookups.drop(request_id)
-        is_held = self._storing.pop(request_id, None) is not None
+        storing = self._storing.pop(request_id, None)
+        # One that was preempted has lost its blocks already: to hold them holds nothing, and the copy must not count.
+        is_held = storing is not None and storing[1] == request.num_preemptions
+        if storing is not None and not is_held:
+            self._left.append(request_id)
         if is_held:
             self._held.append(request_id)
             self._sending.add(request_id)
@@ -185,8 +200,19 @@ class SchedulerSide:
         return kept
 
     def forget(self) -> None:
-        """The weights change: with the next step everything that was stored is forgotten."""
+        """The weights change: everything that was stored is forgotten, at once and again behind the stores under way.
+
+        What was found before is found no more, and a prompt of which a part stands in vLLM's blocks, computed or loaded
+        with the weights from before, is not stored.
+        """
         self._wants_forget = True
+        self._lookups.forget()
+        for request_id, known in self._known.items():
+            if known.asked_at is not None:
+                self._lookups.drop(request_id)
+                known.found = 0
+            if known.request.num_computed_tokens > 0 or request_id in self._loading:
+                self._to_store.pop(request_id, None)
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -236,6 +262,8 @@ class SchedulerSide:
         stores: list[Store] = []
         for request_id, known in tuple(self._to_store.items()):
             steps, request = scheduled.get(request_id, 0), known.request
+            if steps and known.cached_tokens is None:
+                known.cached_tokens = request.num_computed_tokens
             if not steps or request.num_computed_tokens + steps < known.blocks * self._block:
                 continue
             del self._to_store[request_id]
@@ -246,7 +274,8 @@ class SchedulerSide:
                 continue  # the pool had all of it a moment ago
             ids = self._column(request, known.blocks)
             is_none = self._settings.store is StorePolicy.NONE
-            stores.append(Store(request_id, ids, known.salt, tuple(where[: known.blocks]), known.wishes.mark, is_none))
+            mark, cached, blocks = known.wishes.mark, known.cached_tokens or 0, tuple(where[: known.blocks])
+            stores.append(Store(request_id, ids, known.salt, blocks, mark, is_none, cached))
             self._storing[request_id] = (request, request.num_preemptions)
         self.counts["stores"] += len(stores)
         return tuple(stores)
@@ -260,6 +289,8 @@ class SchedulerSide:
         )
         for request_id in voided:
             del self._storing[request_id]
+        voided += tuple(self._left)
+        self._left = []
         self.counts["voided"] += len(voided)
         return voided
 

@@ -7,6 +7,7 @@ on every single read, so that a server that hangs ends the call and nothing else
 import http.client
 import json
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ READ_TIMEOUT_S = 120.0
 
 ANSWER_MAX_BYTES = 8 << 20
 """The longest prompt's token ids as text, several times."""
+
+ERROR_MAX_BYTES = 1 << 20
+"""An error may quote the whole prompt."""
+
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Server:
 
     @contextmanager
     def _post(self, path: str, body: Mapping[str, object]) -> Iterator[http.client.HTTPResponse]:
-        """Yield an answer with status 200; PeerError with the server's words where it refuses the request."""
+        """Yield an answer with status 200; PeerError with the kind of error where the server refuses the request."""
         if not self.base:
             raise PeerError(
                 "this vLLM was not told the address of its own server: set server in kv_connector_extra_config"
@@ -99,12 +105,12 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         try:
             connection.request("POST", url.path.rstrip("/") + path, json.dumps(body).encode(), headers)
-            response = connection.getresponse()
-            if 400 <= response.status < 500:
-                raise PeerError("vLLM's server refused the request", status=response.status, said=_said(response))
-            if response.status != http.client.OK:
-                raise EngineError("vLLM's server failed", status=response.status, said=_said(response))
-            yield response
+            with connection.getresponse() as response:  # it holds the socket open where it is not read to its end
+                if 400 <= response.status < 500:
+                    raise PeerError("vLLM's server refused the request", status=response.status, **_kind_of(response))
+                if response.status != http.client.OK:
+                    raise EngineError("vLLM's server failed", status=response.status, **_kind_of(response))
+                yield response
         except (OSError, http.client.HTTPException) as error:
             raise EngineError("vLLM's server cannot be asked", server=self.base, reason=str(error)) from error
         finally:
@@ -116,14 +122,26 @@ def _document(response: http.client.HTTPResponse) -> dict[str, object]:
     try:
         document = json.loads(raw)
     except ValueError as error:
-        raise EngineError("vLLM's server answered with something else than JSON", said=raw[:200]) from error
+        raise EngineError("vLLM's server answered with something else than JSON", length=len(raw)) from error
     if not isinstance(document, dict):
-        raise EngineError("vLLM's server answered with another document than expected", said=raw[:200])
+        raise EngineError("vLLM's server answered with another document than expected", length=len(raw))
     return document
 
 
-def _said(response: http.client.HTTPResponse) -> str:
-    return response.read(2_000).decode(errors="replace")
+def _kind_of(response: http.client.HTTPResponse) -> dict[str, object]:
+    try:
+        return _named(json.loads(response.read(ERROR_MAX_BYTES)))
+    except ValueError:
+        return {}
+
+
+def _named(document: object) -> dict[str, object]:
+    """Return an error's type and the parameter that it names. Its message stays out: it may quote the prompt."""
+    error = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(error, dict):
+        return {}
+    told = {name: error.get(name) for name in ("type", "param")}
+    return {name: value for name, value in told.items() if isinstance(value, str) and _WORD.fullmatch(value)}
 
 
 def _step(data: bytes) -> Step:
@@ -131,7 +149,7 @@ def _step(data: bytes) -> Step:
     try:
         event = json.loads(data)
         if "error" in event:
-            raise EngineError("vLLM's server ended the answer", said=str(event["error"])[:500])
+            raise EngineError("vLLM's server ended the answer", **_named(event))
         if not event.get("choices"):
             details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
             return Step((), "", "", int(details.get("cached_tokens") or 0))
@@ -143,4 +161,4 @@ def _step(data: bytes) -> Step:
             tokens = tokens[:-1]
         return Step(tokens, str(choice.get("text") or ""), str(reason))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise EngineError("vLLM's server sent an event that makes no sense", said=data[:200]) from error
+        raise EngineError("vLLM's server sent an event that makes no sense", length=len(data)) from error

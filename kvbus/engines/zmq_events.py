@@ -137,6 +137,6 @@ class ZmqEvents:
 
 
 def _batch(sequence: bytes, payload: bytes) -> Batch | None:
-    if len(sequence) != 8 or sequence == _END or not payload:
+    if len(sequence) != 8 or sequence[0] >= 0x80 or not payload:  # a negative one is no batch's, such as its end's
         return None
     return Batch(int.from_bytes(sequence, "big"), payload)

@@ -1,6 +1,7 @@
 """Keeps other people's web pages out: a browser on this host reaches loopback too, whoever wrote the page in it.
 
-Programs are not concerned: they send no Origin. It is no substitute for a firewall where the gateway listens elsewhere.
+Programs are not concerned: they send no Origin and no Sec-Fetch headers. It is no substitute for a firewall where the
+gateway listens elsewhere.
 """
 
 from ipaddress import ip_address
@@ -16,6 +17,9 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 class PageGuard:
     """Answers 403 to what a browser sends for a page from elsewhere, and to what goes by a name that is not this host.
+
+    Such a page could not read an answer, but its making costs: a story reads the logs, and metrics ask all members. So
+    only a person's own step from there to here, a link, is served.
 
     `loopback`: the gateway listens there alone, so a Host that is another name was made to point here (DNS rebinding).
     """
@@ -35,8 +39,12 @@ class PageGuard:
         host = request.headers.get("host", "")
         if self._loopback and not is_loopback(_name(f"//{host}")):
             return "this gateway listens on loopback only, and goes by no other name"
+        if request.method in _READING:
+            is_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
+            is_step = request.headers.get("sec-fetch-mode") == "navigate"
+            return "a page from another site may not read anything here" if is_elsewhere and not is_step else ""
         origin = request.headers.get("origin")
-        if origin is None or request.method in _READING or _authority(origin) == host.lower():
+        if origin is None or _authority(origin) == host.lower():
             return ""
         return "a page from another origin may not change anything here"
 

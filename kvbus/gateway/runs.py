@@ -22,6 +22,8 @@ VERDICT_WAIT_S = 2.0
 """A destination answers within milliseconds; one that is away leaves the request in its queue, and the caller goes."""
 QUEUE_WAIT_S = 60.0
 """As the request itself says: the destination refuses one that waited longer."""
+HANDED_BACK_WAIT_S = 600.0
+"""The queue keeps a request so long: within it the next run of its destination takes up what was handed back."""
 SLACK_S = 10.0
 """Beyond queue and budget: how long an outcome may take to arrive, as in `kvbus stage`."""
 
@@ -62,10 +64,27 @@ class Run:
         finally:
             self._close("the gateway stopped before an outcome came")
 
-    def hear(self, outcome: TransferOutcome) -> None:
-        """Take an outcome that the facts told: results may be lost on their way, facts are not."""
-        if self.handle is not None and outcome.transfer == self.record.transfer:
+    def hear(self, outcome: TransferOutcome, cause: str) -> None:
+        """Take an outcome that the facts told: results may be lost on their way, facts are not.
+
+        One without a cause answers no request: its transfer was handed back, and the queue offers the request again.
+        """
+        record = self.record
+        if self.handle is None or outcome.transfer != record.transfer:
+            return
+        if cause or not record.ours:
             self.handle.hear_outcome(outcome)
+        elif not record.ended:
+            record.status = "queued"
+
+    def move(self, transfer: str, cause: str) -> bool:
+        """Follow a request to the transfer that serves it now, after a restart; False where it is not this request."""
+        record, handle = self.record, self.handle
+        if handle is None or not record.transfer or record.ended or cause != handle.request.request_id:
+            return False
+        record.transfer, record.status = transfer, "running"
+        handle.hear_moved(transfer)
+        return True
 
     async def cancel(self) -> bool:
         """Ask the destination to stop; also once it takes the request on, should it not have yet."""
@@ -127,12 +146,21 @@ class Run:
         if self.cancel_wanted and verdict.hopeful:
             await self.publisher.cancel(record.request_hash, record.destination)
         wait_s = self.asked.budget_s + SLACK_S
-        outcome = await handle.outcome(wait_s)
+        outcome = await self._outcome(handle, wait_s)
         if outcome is None:
             late = f"no outcome came within {wait_s:g} s"
             self._close(late if verdict.hopeful else f"{verdict.verdict}: {verdict.reason}")
         else:
             self._end(outcome_status(outcome), outcome.reason, outcome)
+
+    async def _outcome(self, handle: TransferHandle, wait_s: float) -> TransferOutcome | None:
+        """Wait for the outcome, anew for each run that its queue offers it to, which ends in ten minutes."""
+        record = self.record
+        while True:
+            stood = record.transfer, record.status
+            outcome = await handle.outcome(wait_s + (HANDED_BACK_WAIT_S if record.status == "queued" else 0.0))
+            if outcome is not None or stood == (record.transfer, record.status):
+                return outcome
 
     def _close(self, reason: str) -> None:
         """End what has not ended."""

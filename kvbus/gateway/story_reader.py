@@ -30,8 +30,12 @@ AFTER_S = 3.0
 NO_DECISIONS = "this gateway may not read the settle log, so decisions are missing here: see kvbus story"
 AT_ONCE = 2
 """Stories told at a time: each holds its events, and takes a core while it decodes."""
-_PAGE = 500
-_SEQUENCE_MAX = _NEVER_NS = 1 << 62
+WAITING_MAX = 16
+"""Askers that wait for one of these places: some ten seconds; more are sent away."""
+PAGE_EVENTS = 500
+_SEQUENCE_MAX = 1 << 62
+_NEVER_NS = 1 << 63
+"""Later than any time that an event can carry."""
 
 
 @dataclass(slots=True)
@@ -70,13 +74,13 @@ class _Trail:
     async def read_until(self, time_ns: int, events_max: int) -> None:
         """Read on to a time, to the log's present end, or to a bound, whichever comes first."""
         while not self.ended and self.newest_ns < time_ns and len(self.events) < events_max:
-            page = await self.bus.history(self.subject_filter, after_sequence=self.place, most=_PAGE)
+            page = await self.bus.history(self.subject_filter, after_sequence=self.place, most=PAGE_EVENTS)
             self.events += await asyncio.to_thread(_events, page, self.topics)
             if self.events:
                 self.newest_ns = self.events[-1].header.t
             if page:
                 self.place = page[-1].sequence
-            self.ended = len(page) < _PAGE
+            self.ended = len(page) < PAGE_EVENTS
 
 
 class Stories:
@@ -87,14 +91,20 @@ class Stories:
         self._topics = topics
         self._span = span
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._asked = 0
 
     async def tell(self, wanted: str) -> tuple[Story | NotFound, bool]:
         """Return a story, and whether it may go on where the reading stopped; Problem 503 where no log can be read."""
-        async with self._places:
-            try:
+        if self._asked >= AT_ONCE + WAITING_MAX:
+            raise Problem(503, f"{WAITING_MAX} stories wait to be told already", retry_after_s=1)
+        self._asked += 1
+        try:
+            async with self._places:
                 return await self._tell(wanted)
-            except BusError as error:
-                raise Problem(503, f"the logs cannot be read: {error}", retry_after_s=1) from error
+        except BusError as error:
+            raise Problem(503, f"the logs cannot be read: {error}", retry_after_s=1) from error
+        finally:
+            self._asked -= 1
 
     async def _tell(self, wanted: str) -> tuple[Story | NotFound, bool]:
         facts = _Trail(self._bus, self._topics, self._topics.facts_filter())
@@ -112,7 +122,8 @@ class Stories:
             if not has_decisions and isinstance(story, Story):
                 story = replace(story, note="; ".join(filter(None, (story.note, NO_DECISIONS))))
             cut = len(facts.events) >= EVENTS_MAX
-            if cut or facts.ended or (isinstance(story, Story) and story.complete):
+            complete = isinstance(story, Story) and story.complete
+            if cut or facts.ended or complete or until_ns == _NEVER_NS:
                 return story, cut
             until_ns = _NEVER_NS
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvbus.errors import BusError
-from kvbus.events import NamesForgotten, TransferOutcome, TransferStep
+from kvbus.events import Header, NamesForgotten, TransferOutcome, TransferStep
 from kvbus.gateway.answers import Problem
 from kvbus.gateway.asked import Asked
 from kvbus.gateway.directory import Directory
@@ -229,9 +229,9 @@ class Transfers:
         """Take what the facts say of a transfer, whoever asked for it; clients hear it from another."""
         body, instance = seen.event.body, seen.event.header.i
         if isinstance(body, TransferStep):
-            self._hear_step(instance, body, seen.event.header.t / 1e9)
+            self._hear_step(body, seen.event.header)
         elif isinstance(body, TransferOutcome) and body.destination == instance:
-            self._hear_outcome(body, seen.event.header.t / 1e9)
+            self._hear_outcome(body, seen.event.header)
         elif isinstance(body, NamesForgotten) and instance in self._gates:
             self._gates[instance].forget_ended()
         return ()
@@ -244,26 +244,31 @@ class Transfers:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _hear_step(self, instance: str, body: TransferStep, unix_s: float) -> None:
-        if instance not in self.instances():
+    def _hear_step(self, body: TransferStep, header: Header) -> None:
+        if header.i not in self.instances():
             return
-        gate = self.gate(instance)
+        gate = self.gate(header.i)
         record = gate.find(body.request_hash)
+        run = self._runs.get(record) if record is not None else None
         if record is not None and (record.transfer == body.transfer or (not record.ended and not record.transfer)):
             record.step = body.step
-        elif body.step == "accepted" and (record is None or record.ended):
-            gate.show(self._foreign(instance, body.request_hash, body.transfer, unix_s))
+        elif body.step != "accepted":
+            return
+        elif record is None or record.ended:
+            gate.show(self._foreign(header.i, body.request_hash, body.transfer, header.t / 1e9))
+        elif run is not None and run.move(body.transfer, header.c):
+            record.step = body.step
 
-    def _hear_outcome(self, body: TransferOutcome, unix_s: float) -> None:
+    def _hear_outcome(self, body: TransferOutcome, header: Header) -> None:
         if body.destination not in self.instances():
             return
         gate = self.gate(body.destination)
         record = gate.find(body.request_hash)
         if record is None:
-            record = self._foreign(body.destination, body.request_hash, body.transfer, unix_s)
+            record = self._foreign(body.destination, body.request_hash, body.transfer, header.t / 1e9)
             gate.show(record)
         if run := self._runs.get(record):
-            run.hear(body)
+            run.hear(body, header.c)
         elif not record.ours and record.transfer == body.transfer and not record.ended:
             record.source, record.status = body.source, outcome_status(body)
             record.reason, record.outcome = body.reason, body

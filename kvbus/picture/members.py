@@ -65,7 +65,7 @@ class Members:
         self._change(
             (header.i, header.m), epoch=header.e, heard_ns=header.t, transfers_running=body.transfers_running,
             leases_held=body.leases_held, pages_free=body.pages_free, pages_cached=body.pages_cached,
-            pages_lent=body.pages_lent,
+            pages_lent=body.pages_lent, state=body.state or "",
         )  # fmt: skip
 
     def registered(self, records: Iterable[tuple[Header, InstanceRecord]]) -> None:

@@ -12,7 +12,8 @@ TRANSFERS_MAX = 20_000
 """In flight at a time: a thousand each second, for the twenty that a slow one takes. The oldest is forgotten first."""
 ENDED_MAX = 500
 """Ended ones kept for showing; the log holds the others."""
-_OF_NO_LIFE = frozenset({"reader_found", "refused"})  # the source says it of one that may be over; an outcome follows
+_OF_NO_LIFE = frozenset({"reader_found", "refused", "left"})
+"""The source says it of one that may be over; an outcome follows; it names a request that nobody has run yet."""
 _KNOWN_MAX = 8_192  # ids of ended ones: what other members report of them afterwards must not open them again
 
 

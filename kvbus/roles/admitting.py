@@ -5,8 +5,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvbus.events import PlanAnswered, TransferRequested, TransferStep
 from kvbus.ledger.admission import Admission, Verdict
-from kvbus.parts import VerdictWord
+from kvbus.parts import Prompt, VerdictWord
 
 WORD: Final[dict[Verdict, VerdictWord]] = {
     Verdict.ACCEPTED: "accepted",
@@ -19,6 +20,8 @@ TRIES_MAX = 3
 """The first try, and two after whoever ran it had died; what fails three times would fail again."""
 HANDED_BACK: Final = "handed_back"
 """The step by which a run that stops leaves a request to the next one; such an offer is not held against it."""
+LEFT: Final = "left"
+"""The step of a run that rests: it has been offered a request, and left it in the queue unread; not held against it."""
 CANCELS_MAX = 4_096
 """Cancelled requests that were not offered here yet; the queue holds 10,000 in all, and few of them are cancelled."""
 
@@ -69,6 +72,27 @@ class QueuedCancels:
         """Return who cancelled a request that was sent then, or ""."""
         said_s, text = self._said.get(request_hash, (0.0, ""))
         return text if text and sent_s <= said_s else ""
+
+
+def request_in(plan: PlanAnswered, instance: str) -> TransferRequested:
+    """Return the request that a member takes part in, as whoever admitted it tells it."""
+    return TransferRequested(
+        request_id=plan.request_id,
+        request_hash=plan.request_hash,
+        requester=instance,
+        source=plan.source,
+        destination=instance,
+        prompt=Prompt(tokens=plan.tokens),
+        salt=plan.salt,
+        on_miss=plan.on_miss,
+        traceparent=plan.traceparent,
+    )
+
+
+def left_step(request_hash: str, sequence: int) -> TransferStep:
+    """Return what is told of a request that was offered, by its place in the queue, and left there unread."""
+    transfer = f"left-{request_hash}-{sequence}"
+    return TransferStep(transfer=transfer, request_hash=request_hash, step=LEFT, text="in the queue, for the next run")
 
 
 def spent(offer: int) -> str:

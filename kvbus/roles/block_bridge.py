@@ -16,7 +16,7 @@ from typing import Protocol
 from kvbus.blocks import BLOCKS_MAX, BlockChange, BlocksChanged, BlocksUnseen
 from kvbus.engines.kv_events import Batch, BlockBook, StreamPlace
 from kvbus.errors import BusError, PeerError
-from kvbus.events import Header, encode
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, Header, encode
 from kvbus.parts import Body
 from kvbus.topics import Topics
 from kvbus.transport import Bus
@@ -24,6 +24,12 @@ from kvbus.transport import Bus
 RETRY_S = 1.0
 REPLAY_TRIES_MAX = 4
 """A replay in which batches are missing is asked for again; each begins where the one before it stopped."""
+PART_LENGTH_MAX_BYTES = EVENT_LENGTH_MAX_BYTES // 2
+"""What one message says of blocks; one change may be longer, and fits a message by itself. Half of what an event may
+be, so that what is around it and a bound that is a little too low count for nothing."""
+
+_CHANGE_LENGTH_BYTES = 128
+"""A change's field names, its kind, its numbers, and the heads of its texts and lists."""
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +199,8 @@ class BlockBridge:
             self._place.note(batch)
             return
         for part in _split(changes):
-            await self._store(BlocksChanged(engine_sequence=batch.sequence, rank=rank, changes=part))
+            if not await self._store(BlocksChanged(engine_sequence=batch.sequence, rank=rank, changes=part)):
+                await self._clear(f"the broker takes no message as long as that of batch {batch.sequence}")
         self._place.note(batch)
         self.counts["batches"] += 1
 
@@ -211,8 +218,11 @@ class BlockBridge:
         cleared = BlockChange(change="cleared", reason=reason)
         await self._store(BlocksChanged(engine_sequence=max(0, self._place.last), changes=(cleared,)))
 
-    async def _store(self, body: Body) -> None:
-        """Store one event, however long the broker is away: until then no further batch is taken."""
+    async def _store(self, body: Body) -> bool:
+        """Store one event, however long the broker is away: until then no further batch is taken.
+
+        False where it is too long for the bus: it will be tomorrow too, and no sequence was spent on it.
+        """
         self._sequence += 1
         header = Header(
             k=body.KIND,
@@ -227,25 +237,38 @@ class BlockBridge:
             try:
                 await self._bus.store(self._subject, data, message_id=header.event_id)
             except BusError as error:
+                if "length_max_bytes" in error.details:
+                    self._sequence -= 1
+                    self.counts["too_long"] += 1
+                    log.warning("%s: what it said is lost: %s", self._settings.instance, error)
+                    return False
                 self.counts["store_retries"] += 1
                 log.warning("the broker did not take it, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
             else:
-                return
+                return True
 
 
 def _split(changes: list[BlockChange]) -> list[tuple[BlockChange, ...]]:
     """Cut a batch's changes into messages, none of which says more than fits one."""
     parts: list[tuple[BlockChange, ...]] = []
     part: list[BlockChange] = []
-    blocks = 0
+    blocks = length_bytes = 0
     for change in changes:
-        size = max(1, len(change.hashes))
-        if part and blocks + size > BLOCKS_MAX:
+        more, more_bytes = max(1, len(change.hashes)), length_max(change)
+        if part and (blocks + more > BLOCKS_MAX or length_bytes + more_bytes > PART_LENGTH_MAX_BYTES):
             parts.append(tuple(part))
-            part, blocks = [], 0
+            part, blocks, length_bytes = [], 0, 0
         part.append(change)
-        blocks += size
+        blocks += more
+        length_bytes += more_bytes
     if part:
         parts.append(tuple(part))
     return parts
+
+
+def length_max(change: BlockChange) -> int:
+    """Return how many bytes a change takes in a message, at most: without encoding it twice."""
+    texts = len(change.medium) + len(change.lora) + len(change.reason)
+    blobs = sum(map(len, change.hashes)) + sum(map(len, change.names)) + len(change.parent)
+    return _CHANGE_LENGTH_BYTES + 4 * texts + blobs + 2 * (len(change.hashes) + len(change.names))

@@ -191,6 +191,13 @@ class PoolDesk:
         """The handle is the worker's from now on."""
         self._handle(handle).engines = False
 
+    def engine_left(self) -> None:
+        """The engine says that it touches nothing of what it held: the same as a word for each of them."""
+        for write in tuple(self._writes):
+            self.abandon(write)
+        for handle in [number for number, held in self._handles.items() if held.engines]:
+            self.release(handle)
+
     def engine_gone(self) -> None:
         """The engine's process is proved dead: end what it had open, and drop its handles."""
         if self._pool is None:

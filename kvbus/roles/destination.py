@@ -5,6 +5,7 @@ this file starts them, lets the ledger's facts and the time reach them, and forg
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from kvbus.errors import BusError
@@ -14,8 +15,7 @@ from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S, Phase, Transfer
 from kvbus.ledger.types import LeaseFailure
 from kvbus.names import token_bytes, tokens_from_bytes
-from kvbus.parts import Prompt
-from kvbus.roles.admitting import HANDED_BACK, WORD, Admitting, Offer, QueuedCancels, spent
+from kvbus.roles.admitting import HANDED_BACK, WORD, Admitting, Offer, QueuedCancels, request_in, spent
 from kvbus.roles.past import Past
 from kvbus.roles.registry import Registered, Sources
 from kvbus.roles.results import SETTLED, Results, outcome_of
@@ -56,7 +56,7 @@ class Destination:
         self._tasks: set[asyncio.Task[None]] = set()
         self._source_epochs: dict[str, int] = {}
         self._sharing: dict[str, Running] = {}
-        self._number = 0
+        self._number, self._faulted = 0, False
         self.closed = ""
         """Why nothing new is taken now; empty while requests are."""
 
@@ -97,14 +97,18 @@ class Destination:
         if running is None or running.transfer.phase is Phase.ENDED:
             self._cancels.note(request_hash, text, said_s=said_unix_s)
             return False
+        running.unwanted = text  # so it is not handed back either, where this member is stopping already
         group = self._side.group
         if group is None or not group.cancel(running.transfer.transfer, text):
             running.cancelled(FailureClass.CANCELLED, text)
         return True
 
-    def stop(self, text: str) -> None:
-        """Take nothing new, and stop what runs; harmless to repeat. What the queue offered is handed back to it."""
-        self.closed = text
+    def stop(self, text: str, *, fault: bool = False) -> None:
+        """Take nothing new, and stop what runs; harmless to repeat. What the queue offered is handed back to it.
+
+        `fault`: something broke in this run, perhaps by what it ran; so handing back counts as one of the few tries.
+        """
+        self.closed, self._faulted = text, fault
         for running in list(self._running.values()):
             running.cancelled(FailureClass.SHUTDOWN, text)
 
@@ -171,16 +175,18 @@ class Destination:
             return known
         if number > 1 and (ended := await self._ended_before(request)) is not None:
             return ended
-        if unable := self._unable(request, offer.waited_s):
+        past = self._past
+        handed_back, left = past.spared(request.request_id, request.request_hash) if past is not None else (0, 0)
+        limit_s = math.inf if handed_back else request.queue_limit_s  # what was accepted once was so in time
+        if unable := self._unable(offer.waited_s, limit_s):
             return self._gate.refuse(*unable)
-        handed_back = self._past.handed_back(request.request_id) if self._past is not None else 0
-        source: Registered | str = spent(number - handed_back)
+        source: Registered | str = spent(number - handed_back - left)
         if not source and not own.cancelled:
             source = await self._sources.find(request.source, self._side.pool.layout.fingerprint())
             if isinstance(source, str):
                 return self._gate.refuse(source, "source")
         queue_s = offer.waited_s + self._side.clock() - asked_at
-        if unable := self._unable(request, queue_s):  # once more: that took its time
+        if unable := self._unable(queue_s, limit_s):  # once more: that took its time
             return self._gate.refuse(*unable)
         self._number += 1
         transfer_id = f"{self._side.instance}-{self._side.epoch & 0xFFFFFFFF:08x}-{self._number}"
@@ -204,15 +210,19 @@ class Destination:
         self.results.recall(outcome)
         return Admission(Verdict.ADOPTED, "delivered again, and ended in an earlier run", outcome.transfer)
 
-    def _unable(self, request: TransferRequested, queue_s: float) -> tuple[str, Ground] | None:
+    async def left_before(self, request_hash: str) -> int:
+        """Return how many offers of requests of this hash earlier runs have left to the next; BusError: not known."""
+        return await self._past.left_before(request_hash) if self._past is not None else 0
+
+    def _unable(self, queue_s: float, limit_s: float) -> tuple[str, Ground] | None:
         if self.closed:
             return self.closed, "stopping"
         if self._side.group is not None and not self._side.group.leads:
-            return f"{self._side.member} does not lead {self._side.instance} now: ask again", "not_leading"
+            return f"not_leading: {self._side.member} does not lead {self._side.instance} now; ask again", "not_leading"
         if self._side.recorder.is_busy or self._side.asker.is_full:
             return "bus_unavailable: facts or releases wait for the broker", "bus_unavailable"
-        if queue_s > request.queue_limit_s:
-            return f"waited {queue_s:.1f} s in the queue, at most {request.queue_limit_s:g} s allowed", "waited"
+        if queue_s > limit_s:
+            return f"waited: {queue_s:.1f} s in the queue, at most {limit_s:g} s allowed", "waited"
         return None
 
     def _start(
@@ -292,18 +302,7 @@ class Destination:
         group = self._side.group
         if group is None or not group.is_open(plan.transfer):
             return  # voided meanwhile
-        request = TransferRequested(
-            request_id=plan.request_id,
-            request_hash=plan.request_hash,
-            requester=self._side.instance,
-            source=plan.source,
-            destination=self._side.instance,
-            prompt=Prompt(tokens=plan.tokens),
-            salt=plan.salt,
-            on_miss=plan.on_miss,
-            traceparent=plan.traceparent,
-        )
-        now = self._side.clock()
+        request, now = request_in(plan, self._side.instance), self._side.clock()
         transfer = Transfer(plan.transfer, plan.request_hash, plan.source, now, plan.remaining_s)
         running = Running(self._side, request, transfer, self._index, self._on_ended, follows=True)
         self._running[plan.transfer] = self._sharing[plan.transfer] = running
@@ -373,12 +372,15 @@ class Destination:
             return
         running.concluded = True
         outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
+        if running.unwanted and outcome.outcome == "cancelled":
+            outcome = outcome.model_copy(update={"failure": "cancelled", "reason": running.unwanted})
         if outcome.outcome not in SETTLED:  # another run of the source may stand in the registry by now
             self._sources.forget(running.transfer.source)
         settled = outcome.outcome in SETTLED
         self._gate.ended(running.request.request_hash, settled=settled)
         if running.is_handed_back and not settled:
-            self._note(running.transfer, HANDED_BACK, outcome.reason, running.request.request_id)
+            if not self._faulted:
+                self._note(running.transfer, HANDED_BACK, outcome.reason, running.request.request_id)
             self.results.hand_back(outcome, running.request)
         else:
             self.results.conclude(outcome, running.request)

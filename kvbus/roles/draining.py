@@ -154,6 +154,7 @@ class Drain:
             or self._intake.in_hand
             or self._asker.unconfirmed
             or self._holder.statistics().held
+            or self._source.computing  # it would lend what it pins
         )
 
     def _tell(self, state: str) -> None:

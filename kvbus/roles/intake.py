@@ -30,10 +30,11 @@ from kvbus.events import (
 from kvbus.ledger.facts import FailureClass
 from kvbus.names import request_hash
 from kvbus.parts import Body
-from kvbus.roles.admitting import TRIES_MAX, Offer
+from kvbus.roles.admitting import Offer, left_step
 from kvbus.roles.cache_desk import CacheDesk
 from kvbus.roles.claims import KEEP_S, Claim
 from kvbus.roles.destination import Destination
+from kvbus.roles.offer_book import OfferBook
 from kvbus.roles.portrait import Portrait
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.source import Source
@@ -49,10 +50,6 @@ IDLE_AFTER_S = 30.0
 FETCH_MOST = 64
 """Requests taken at a time: more than the usual in-flight cap, so that refusals do not queue behind it."""
 BUS_PAUSE_S = 1.0
-OFFERS_MAX = 2 * TRIES_MAX
-"""So often it is tried to run a request, and then to tell that it failed; after that it leaves the queue unread."""
-SURVIVED_MAX = 4_096
-"""Requests whose offers are counted here: several times what the queue gives out at a time."""
 UNREAD = "?"
 """Stands for the source of a request that cannot be read; no name on the bus is a mark like this by habit."""
 
@@ -106,9 +103,10 @@ class Intake:
         self._subscriptions: list[Subscription] = []
         self._requests: list[Subscription] = []
         self._works: set[asyncio.Task[None]] = set()
-        self._survived: dict[int, int] = {}
+        self._offers = OfferBook()
         self._takes = asyncio.Event()
         self._takes.set()
+        self._answering = asyncio.Lock()
         self.statistics = IntakeStatistics()
 
     async def listen(self) -> None:
@@ -127,9 +125,13 @@ class Intake:
             await self._answer_requests()
 
     async def _answer_requests(self) -> None:
+        """Answer cancels from now on, and requests that come directly, unless this member rests."""
         topics, instance, respond = self._topics, self._instance, self._bus.respond
-        self._requests.append(await respond(topics.command(instance, Command.CANCEL), self._on_cancel))
-        self._requests.append(await respond(topics.command(instance, Command.TRANSFER), self._on_urgent))
+        async with self._answering:
+            if not self._requests:
+                self._requests.append(await respond(topics.command(instance, Command.CANCEL), self._on_cancel))
+            if len(self._requests) == 1 and self._takes.is_set():
+                self._requests.append(await respond(topics.command(instance, Command.TRANSFER), self._on_urgent))
 
     async def rest(self) -> None:
         """Leave requests in the queue, and take none directly either, until `resume`; what is in hand goes on.
@@ -137,15 +139,15 @@ class Intake:
         Whoever repeats a request that is queued hears that nobody listens, rather than a refusal of what will be run.
         """
         self._takes.clear()
-        if len(self._requests) > 1:
-            await self._requests.pop().close()
+        async with self._answering:
+            while len(self._requests) > 1:
+                await self._requests.pop().close()
 
     async def resume(self) -> None:
-        """Take requests again."""
-        if len(self._requests) == 1:
-            subject = self._topics.command(self._instance, Command.TRANSFER)
-            self._requests.append(await self._bus.respond(subject, self._on_urgent))
+        """Take requests again, unless `rest` is asked for meanwhile."""
         self._takes.set()
+        if self._requests:
+            await self._answer_requests()
 
     @property
     def in_hand(self) -> int:
@@ -161,11 +163,11 @@ class Intake:
     async def _until_leading(self, leads: Leads) -> None:
         """Leave requests to whichever member leads; where this one does, answer them (BusError: not yet)."""
         if not leads.leading.is_set():
-            while self._requests:
-                await self._requests.pop().close()
+            async with self._answering:
+                while self._requests:
+                    await self._requests.pop().close()
             await leads.leading.wait()
-        if not self._requests:
-            await self._answer_requests()
+        await self._answer_requests()
 
     async def consume(self) -> None:
         """Take requests from the durable queue until cancelled; each one ends exactly once."""
@@ -175,9 +177,11 @@ class Intake:
         worked_at = -IDLE_AFTER_S
         while True:
             try:
-                await self._takes.wait()
                 if self._leads is not None:
                     await self._until_leading(self._leads)
+                if not self._takes.is_set():
+                    await self._takes.wait()
+                    continue  # another may lead by now
                 asked_at = loop.time()
                 wait_s = IDLE_WAIT_S if asked_at - worked_at > IDLE_AFTER_S else FETCH_WAIT_S
                 works = await self._bus.take_work(subjects, consumer=consumer, most=FETCH_MOST, wait_s=wait_s)
@@ -206,11 +210,16 @@ class Intake:
         if claim.clock() - claim.signed_at > FETCH_WAIT_S:
             await claim.keep()  # it was asked for long ago, so little may be left of its time
         if not claim.stands or not self._may_take():
-            await claim.give_back()
+            await self._leave(claim)
             return
         try:
+            if self._offers.is_deadly(work):
+                self._offers.forgive(work, await self._destination.left_before(self._hash_in(work)))
             event, request = self._work_in(work)
-            self._note_offer(work)
+            self._offers.note(work)
+        except BusError as error:
+            log.info("request on %s not judged while the broker is away: %s", work.delivery.subject, error)
+            return
         except PeerError as error:
             await self._refuse_poison(work, error)
             await self._until_recorded(claim)
@@ -220,7 +229,7 @@ class Intake:
         offer = Offer(event.header.t / 1e9, work.waited_s, work.attempt, queued=True)
         verdict, transfer = await self._recorder.spans.admitting(request, self._destination.request(request, offer))
         if verdict.verdict == "refused" and not self._may_take():
-            await claim.give_back()  # the others may take it: only who leads has a word to say about it
+            await self._leave(claim)  # the others may take it: only who leads has a word to say about it
             return
         await self._destination.results.tell_verdict(request, verdict)
         if transfer and verdict.verdict == "accepted":
@@ -232,28 +241,30 @@ class Intake:
             await self._until_recorded(claim)
         await self._finish(claim)
 
+    async def _leave(self, claim: Claim) -> None:
+        """Give a request back that this member does not run; where it rests, that offer is not held against it.
+
+        One rest costs it one offer at most, that of the wait for work which was under way when it began.
+        """
+        rests = claim.stands and not self._takes.is_set()
+        await claim.give_back()
+        if rests:
+            self._recorder.event(left_step(self._hash_in(claim.work), claim.work.delivery.sequence))
+
+    def _hash_in(self, work: Work) -> str:
+        return self._topics.parse(work.delivery.subject).last
+
     def _may_take(self) -> bool:
         return self._takes.is_set() and (self._leads is None or self._leads.leading.is_set())
 
     def _work_in(self, work: Work) -> tuple[Event, TransferRequested]:
         """Return what the queue offers; PeerError where no delivery can mend it."""
-        if self._is_deadly(work):
+        if self._offers.is_deadly(work):
             raise PeerError("request was offered too often to be looked at again", offers=work.attempt)
         event = self._decoded(work.delivery)
         request = self._request_in(event)
         self._check_subject(work.delivery, request)
         return event, request
-
-    def _is_deadly(self, work: Work) -> bool:
-        """Whether a request was offered too often to runs before this one; what this run has looked at does no harm."""
-        return work.attempt - self._survived.get(work.delivery.sequence, 0) > OFFERS_MAX
-
-    def _note_offer(self, work: Work) -> None:
-        """Count an offer that this run lives to see: while a transfer runs, its request may be offered for ever."""
-        sequence = work.delivery.sequence
-        self._survived[sequence] = self._survived.pop(sequence, 0) + 1
-        if len(self._survived) > SURVIVED_MAX:
-            del self._survived[next(iter(self._survived))]
 
     def _request_in(self, event: Event) -> TransferRequested:
         """Return the request for this instance that an event holds; its hash must be its own.
@@ -278,7 +289,7 @@ class Intake:
         """A request that no delivery can mend: it ends as a failed outcome, not in the stream for ever (P23)."""
         log.warning("request on %s refused: %s", work.delivery.subject, error)
         try:
-            request_hash = self._topics.parse(work.delivery.subject).last
+            request_hash = self._hash_in(work)
         except PeerError:
             return
         transfer, text = f"refused-{request_hash}-{work.delivery.sequence}", str(error)[:2_000]
@@ -302,7 +313,7 @@ class Intake:
 
     def _readable(self, work: Work) -> TransferRequested | None:
         """Return a request that does not belong here but says who asks; None for what was not even read."""
-        if self._is_deadly(work):
+        if self._offers.is_deadly(work):
             return None
         try:
             body = decode(work.delivery.data).body

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvbus.errors import PeerError
 from kvbus.events import TransferOutcome, TransferStep, decode, decode_all
-from kvbus.roles.admitting import HANDED_BACK
+from kvbus.roles.admitting import HANDED_BACK, LEFT
 from kvbus.topics import Topics
 from kvbus.transport import Bus, Delivery
 
@@ -36,19 +36,35 @@ class Past:
         self._sequence: int | None = None
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
         self._handed_back: OrderedDict[str, int] = OrderedDict()
+        self._left: dict[str, OrderedDict[str, int]] = {step: OrderedDict() for step in (HANDED_BACK, LEFT)}
         self._reading = asyncio.Lock()
 
     async def outcome(self, request_id: str) -> TransferOutcome | None:
         """Return how a request ended, None where no run has recorded its end; BusError where nobody can tell now."""
-        async with self._reading:
-            if self._sequence is None:
-                self._sequence = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
-            await self._read_on(self._sequence)
+        await self._catch_up()
         return self._outcomes.get(request_id)
 
     def handed_back(self, request_id: str) -> int:
         """Return how often a run has handed a request back before it stopped, as far as `outcome` has read."""
         return self._handed_back.get(request_id, 0)
+
+    def spared(self, request_id: str, request_hash: str) -> tuple[int, int]:
+        """Return how often a request was handed back, and one of its hash left unread by a run that rests.
+
+        As far as `outcome` has read.
+        """
+        return self.handed_back(request_id), self._left[LEFT].get(request_hash, 0)
+
+    async def left_before(self, request_hash: str) -> int:
+        """Return how many offers of requests of this hash were handed back or left; BusError: nobody can tell now."""
+        await self._catch_up()
+        return sum(counts.get(request_hash, 0) for counts in self._left.values())
+
+    async def _catch_up(self) -> None:
+        async with self._reading:
+            if self._sequence is None:
+                self._sequence = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
+            await self._read_on(self._sequence)
 
     async def _read_on(self, sequence: int) -> None:
         while True:
@@ -67,10 +83,10 @@ class Past:
                 self._outcomes[event.header.c] = event.body
                 if len(self._outcomes) > OUTCOMES_MAX:
                     self._outcomes.popitem(last=False)
-            elif isinstance(event.body, TransferStep) and event.body.step == HANDED_BACK:
-                self._handed_back[event.header.c] = self._handed_back.pop(event.header.c, 0) + 1
-                if len(self._handed_back) > OUTCOMES_MAX:
-                    self._handed_back.popitem(last=False)
+            elif isinstance(event.body, TransferStep) and event.body.step in self._left:
+                _count(self._left[event.body.step], event.body.request_hash)
+                if event.body.step == HANDED_BACK:
+                    _count(self._handed_back, event.header.c)
 
     async def _begin(self, since_s: float) -> int:
         """Return a sequence behind which everything of that time on stands: sought by halves, for facts are many."""
@@ -93,6 +109,12 @@ class Past:
     async def _one_after(self, sequence: int) -> Delivery | None:
         found = await self._bus.history(self._subject, after_sequence=sequence, most=1)
         return found[0] if found else None
+
+
+def _count(counts: OrderedDict[str, int], key: str) -> None:
+    counts[key] = counts.pop(key, 0) + 1
+    if len(counts) > OUTCOMES_MAX:
+        counts.popitem(last=False)
 
 
 def _told_at(delivery: Delivery) -> float:

@@ -131,6 +131,8 @@ class Running:
     """Whether another member admitted it: nobody hears of its end from here."""
     queued: bool = False
     """Whether the queue offered its request: then it can be handed back."""
+    unwanted: str = ""
+    """Who cancelled it; empty while nobody has."""
     _told_way: bool = False
     _ask_task: asyncio.Task[None] | None = None
 
@@ -142,7 +144,8 @@ class Running:
     def is_handed_back(self) -> bool:
         """Whether its member stopped before it could end, so that its request is for whoever the queue offers it to."""
         transfer = self.transfer
-        return self.queued and transfer.outcome == "cancelled" and transfer.failure is FailureClass.SHUTDOWN
+        stopped = transfer.outcome == "cancelled" and transfer.failure is FailureClass.SHUTDOWN
+        return self.queued and stopped and not self.unwanted
 
     # ------------------------------------------------------------------------------------------------------- events
 

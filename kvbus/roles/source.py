@@ -174,6 +174,11 @@ class Source:
         """Answer new questions again."""
         self._draining = False
 
+    @property
+    def computing(self) -> int:
+        """Questions whose pages are being computed or digested: what comes of them is lent, or let go."""
+        return len(self._tasks)
+
     async def close(self) -> None:
         """End what still computes; bounded by the cancellation itself."""
         for task in self._tasks:

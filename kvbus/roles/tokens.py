@@ -15,6 +15,7 @@ from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.types import LeaseFailure
 from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
 from kvbus.parts import Prompt
+from kvbus.prefixes import NAMES_LENGTH_MAX_BYTES
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.registry import Registered
 
@@ -133,4 +134,8 @@ def names_answered(pool: PoolSide, asked: object, instance: str) -> PrefixAnswer
     prefix = pool.prompts.find(asked.name)
     if prefix is None or not pool.lender.pages_held(prefix.names):
         return PrefixAnswered(refusal=f"{instance} holds no prefix of this name any more")
-    return PrefixAnswered(names=b"".join(prefix.names), salt=prefix.salt)
+    names = b"".join(prefix.names)
+    if len(names) > NAMES_LENGTH_MAX_BYTES:
+        most = NAMES_LENGTH_MAX_BYTES // NAME_LENGTH_BYTES
+        return PrefixAnswered(refusal=f"the prefix has {len(prefix.names)} blocks, and an answer names at most {most}")
+    return PrefixAnswered(names=names, salt=prefix.salt)

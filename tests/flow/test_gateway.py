@@ -173,6 +173,9 @@ def test_with_users_at_the_broker_the_gateway_enters_as_a_requester_and_serves_a
         told = ended(client, ask(client, prompt=prompt("guarded", 2))["request_hash"])
         assert told["status"] == "transferred"
         assert client.get("/v1/kv_cache").json()["members"]["m0"]["pages_cached"] == 2
+        story = httpx.get(f"{guarded.document['http_url']}/v1/transfers/{told['transfer']}/story", timeout=60).json()
+        assert story["note"] == ""  # it would say that decisions are missing
+        assert "settle" in {event["kind"] for event in story["events"]}
 
 
 def test_a_gateway_that_dies_ends_up_and_says_so(folder: Path) -> None:

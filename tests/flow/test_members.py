@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -12,6 +13,7 @@ from kvbus.commands.auditing import Verdict, audit
 from kvbus.commands.recordings import LogTap, Record, read_record, write_record
 from kvbus.commands.rules import Rule
 from kvbus.commands.stories import Story, tell
+from kvbus.draining import DrainAsked
 from kvbus.events import (
     Event,
     HeartbeatSeen,
@@ -20,10 +22,12 @@ from kvbus.events import (
     SettleDecided,
     TermTaken,
     TransferOpened,
+    TransferOutcome,
     decode,
 )
 from kvbus.ledger.facts import Fact
 from kvbus.roles.registry import lookup
+from kvbus.topics import Command
 from kvbus.transport import Delivery
 from tests.flow.members import MEMBERS, assert_audit_is_clean, decisions, leader
 from tests.flow.pool_eye import eye_on
@@ -186,6 +190,32 @@ async def test_an_instance_with_one_member_says_nothing_of_members(pair: Town) -
     body = decode(beats[-1].data).body
     assert isinstance(body, HeartbeatSeen)
     assert (body.settle_term, body.settle_n) == (0, 0)
+
+
+# P13
+async def test_a_request_that_fails_since_one_of_two_members_leaves_settles_when_it_is_asked_again(pair: Town) -> None:
+    ids = prompt("asked again", 3)
+    leads = await leader(pair)
+    follower = next(member for member in MEMBERS if not leads.endswith(member))
+
+    async def drain(action: Literal["drain", "undo"]) -> None:
+        subject = TOPICS.command("b", Command.DRAIN, follower)
+        answer = await pair.bus.request(subject, pair.encoded(DrainAsked(action=action), speaker="operator"), wait_s=10)
+        assert isinstance(answer, bytes), answer
+
+    async def voided() -> bool:
+        bodies = [event.body for event in await pair.events("b")]
+        return any(isinstance(one, TransferOutcome) and one.failure == "contradiction" for one in bodies)
+
+    await drain("drain")
+    staging = asyncio.create_task(pair.publisher.stage(source="a", destination="b", prompt=ids, patience_s=120))
+    await until(voided, 30, what="the members have voided it")
+    assert not staging.done()
+    await drain("undo")
+    staged = await staging
+    assert staged.settled
+    assert staged.tries > 1
+    await pair.at_rest()
 
 
 # ------------------------------------------------------------------------------------------------- what was recorded

@@ -14,7 +14,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
 from kvbus.bus import NatsBus
-from kvbus.events import encode
+from kvbus.events import HeartbeatSeen, encode
 from kvbus.gateway.serving import running, served
 from kvbus.gateway.settings import GatewaySettings
 from kvbus.ledger.facts import Fact
@@ -202,6 +202,10 @@ async def test_an_address_with_a_transfer_opens_its_story(seen: Seen) -> None:
     await seen.page.goto("about:blank")
     await seen.page.goto(f"{seen.url}/#transfer=nobody-knows-it")
     await expect(seen.story).to_contain_text("no recorded event names it")
+    await seen.page.goto("about:blank")
+    await seen.page.goto(f"{seen.url}/#transfer=%")  # an address that somebody broke: the page works all the same
+    await expect(seen.ended.first).to_be_visible()
+    await expect(seen.story).to_have_count(0)
 
 
 async def test_an_update_that_was_missed_is_repaired_by_a_snapshot(seen: Seen) -> None:
@@ -255,6 +259,23 @@ async def test_pages_out_of_use_and_isolated_peers_are_named_with_their_reasons(
         await out.focus()
         await page.keyboard.press("Enter")
         await expect(page.locator("dialog[open] h2")).to_contain_text("b-1")
+        await page.close()
+
+
+async def test_a_member_that_drains_is_named_as_that_until_it_takes_part_again(browser: Browser) -> None:
+    connect = MemoryBroker(clock=lambda: 0.0).connect
+    b, bus, page = Teller(from_ns=time.time_ns()), connect(), await browser.new_page(viewport=WIDE)
+    beat = HeartbeatSeen(
+        transfers_running=0, leases_held=1, pages_free=9, pages_cached=3, pages_lent=3, facts_sequence=0, settle_n=0
+    )
+    async with running(GatewaySettings(), connect(), TOPICS) as parts, served(parts) as url:
+        await page.goto(url)
+        await until(lambda: parts.feed.listening, what="facts are heard")
+        for state, shown in (("draining", "◌ draining"), (None, "")):
+            event = b(beat.model_copy(update={"state": state}))
+            data = encode(event.header, event.body)  # type: ignore[arg-type] # it is of a known kind
+            await bus.publish(TOPICS.heartbeat("b"), data)
+            await expect(page.locator(".drains")).to_have_text(shown)
         await page.close()
 
 

@@ -224,9 +224,9 @@ async def test_commands_work_under_the_credentials_of_who_needs_them(pair: Guard
 
 async def test_a_command_without_the_right_or_the_credential_ends_with_one_sentence(pair: GuardedTown) -> None:
     for arguments, user, said in (
-        (("init",), GATEWAY, "does not let this user publish on $JS.API.STREAM.INFO.KVB_SETTLE"),
+        (("init",), GATEWAY, "does not let this user publish on $JS.API.STREAM.INFO.KV_kvbus_epoch"),
         (("stage", "--from", "a", "--to", "b", "x"), DASH, "does not let this user"),
-        (("audit",), GATEWAY, "does not let this user publish on $JS.API.CONSUMER.CREATE.KVB_SETTLE"),
+        (("audit",), A, "does not let this user publish on $JS.API.CONSUMER.CREATE.KVB_"),
         (("audit",), None, "refused these credentials"),
         (("worker", "--instance", "b"), A, "this credential is that of instance a: give the one of b"),
         (("worker", "--instance", "a", "--member", "m7"), A, "covers the members m0 of a, and not m7"),

@@ -30,7 +30,8 @@ from kvbus.parts import Prompt
 from kvbus.permissions import work_consumer_of
 from kvbus.publisher import TransferHandle
 from kvbus.roles.admitting import TRIES_MAX
-from kvbus.roles.intake import FETCH_MOST, OFFERS_MAX
+from kvbus.roles.intake import FETCH_MOST
+from kvbus.roles.offer_book import OFFERS_MAX
 from kvbus.topics import Command
 from kvbus.transport import Delivery, Stored, Work
 from tests.flow.town import OUTCOME_S, TOPICS, Town, as_text, prompt, town

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,27 @@ async def test_class_9_and_23_a_worker_that_is_killed_costs_nothing_and_the_next
         await until(lambda: engine.ask("look", ids) == 0)
         assert engine.ask("load", ids) == [[0, 1, 2, 3, 4], [0] * 5]
         await stored(engine, ids, 5)
+        await running.at_rest("a")
+
+
+async def test_a_worker_that_stood_still_for_longer_than_a_call_waits_takes_the_same_engine_again(
+    place: tuple[Town, WorkerProcess],
+) -> None:
+    # P8, R4
+    running, worker = place
+    ids, later = prompt("silent", 5), prompt("behind the silence", 4)
+    with stand_in(worker) as engine:
+        await attached(worker)
+        await stored(engine, ids, 5)
+        worker.process.send_signal(signal.SIGSTOP)
+        try:
+            told = await asyncio.to_thread(engine.ask, "load", ids)
+        finally:
+            worker.process.send_signal(signal.SIGCONT)
+        assert told == [[0, 1, 2, 3, 4], [0] * 5], "what does not answer has nothing"
+        await stored(engine, later, 4)
+        assert engine.process.poll() is None
+        assert engine.ask("load", ids) == [[], [ids[32 * row] % 251 for row in range(5)]]
         await running.at_rest("a")
 
 

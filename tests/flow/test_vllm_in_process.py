@@ -32,6 +32,7 @@ async def test_a_real_scheduler_gets_every_block_back_and_preempted_requests_are
 
     assert found["loaded"] == found["cold"]
     assert found["loads"] == 1
+    assert found["steps_to_forget"] == [True, False], "an idle engine makes one step for it"
     assert found["same"] is True
     assert int(str(found["preempted"])) > 0
     assert found["idle_at_end"] is True

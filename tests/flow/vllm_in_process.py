@@ -56,7 +56,12 @@ def main() -> None:
     # 16 prompts of 7 blocks and 100 tokens each do not fit into 64 blocks: some are preempted.
     many = [prompt(f"many {row}", 3 * BLOCK + row) for row in range(16)]
     alone = [answers(llm, [one], 100)[0] for one in many]
+    settle(llm)
     scheduler.reset_prefix_cache(reset_connector=True)
+    wanted = [scheduler.has_requests()]
+    llm.llm_engine.step()
+    found["steps_to_forget"] = [*wanted, scheduler.has_requests()]
+    wait_until(lambda: mover._forgets_heard == 1)
     preempted = count_preemptions(scheduler)
     found["same"] = answers(llm, many, 100) == alone
     found["preempted"] = len(preempted)

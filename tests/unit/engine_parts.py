@@ -40,6 +40,7 @@ class SmallDesk:
         self.lender: PoolLender | None = None
         self.grants_fewer = False
         self.gone = 0
+        self.left = 0
         self.hellos: list[Hello] = []
         self._handles: dict[int, tuple[tuple[bytes, ...], PinSet]] = {}
         self._writes: dict[int, PoolLease] = {}
@@ -109,8 +110,15 @@ class SmallDesk:
             raise PeerError("no such handle", handle=handle)
         self._workers_own.add(handle)
 
+    def engine_left(self) -> None:
+        self.left += 1
+        self._give_all_back()
+
     def engine_gone(self) -> None:
         self.gone += 1
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
         for write in tuple(self._writes):
             self.abandon(write)
         for handle in set(self._handles) - self._workers_own:

@@ -98,7 +98,7 @@ class Played:
         return f"T{place}"
 
     async def end(self, request: TransferRequested, word: str = "settled", *, told: str = "both") -> None:
-        """End a transfer; `told`: over the facts, to the requester, or both."""
+        """End a transfer; `told`: over the facts, to the requester, both, or `handed back`: the facts, causeless."""
         outcome = TransferOutcome.model_validate(
             {
                 "transfer": self.transfer(request), "request_hash": request.request_hash, "source": request.source,
@@ -107,25 +107,26 @@ class Played:
                 "reason": "" if word == "settled" else "it is not there",
             }
         )  # fmt: skip
-        if told in {"both", "facts"}:
-            await self.report(outcome)
+        if told in {"both", "facts", "handed back"}:
+            await self.report(outcome, "" if told == "handed back" else request.request_id)
         if told in {"both", "requester"}:
             await self.bus.publish(TOPICS.result(request.requester), self.said(outcome))
 
     async def step(self, request: TransferRequested, step: str) -> None:
         """Report one step in the facts."""
         body = TransferStep(transfer=self.transfer(request), request_hash=request.request_hash, step=step)
-        await self.report(body)
+        await self.report(body, request.request_id)
 
-    async def report(self, body: Body) -> None:
+    async def report(self, body: Body, cause: str = "") -> None:
         """Put an event into the facts."""
-        data = self.said(body)
+        data = self.said(body, cause)
         await self.bus.store(TOPICS.facts(self.name), data, message_id=f"{self.name}.{self._said}")
 
-    def said(self, body: Body) -> bytes:
+    def said(self, body: Body, cause: str = "") -> bytes:
         """An event of this instance."""
         self._said += 1
-        return encode(Header(k=body.KIND, i=self.name, m="m0", e=self.epoch, s=self._said, t=time.time_ns()), body)
+        header = Header(k=body.KIND, i=self.name, m="m0", e=self.epoch, s=self._said, t=time.time_ns(), c=cause)
+        return encode(header, body)
 
     async def taken(self, count: int = 1) -> TransferRequested:
         """Wait until so many requests have come; the last one."""

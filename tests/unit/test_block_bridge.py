@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from docs.prefix_index import PrefixIndex
-from kvbus.blocks import BlocksChanged, BlocksUnseen, prompt_names
+from kvbus.blocks import BlockChange, BlocksChanged, BlocksUnseen, prompt_names
 from kvbus.engines.kv_events import Batch
 from kvbus.engines.zmq_events import ZmqEvents
 from kvbus.errors import PeerError
-from kvbus.events import Event
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, Event, Header, encode
 from kvbus.names import epoch_from
-from kvbus.roles.block_bridge import BlockBridge, BridgeSettings
+from kvbus.roles.block_bridge import BlockBridge, BridgeSettings, length_max
 from kvbus.subscriber import Seen, Subscriber
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Topics
@@ -123,6 +123,54 @@ async def test_batches_come_in_order_with_names_that_a_router_can_compute_and_wi
             packed = payload_of([token], time_s=0)[-6:-1]  # as msgpack writes it
             assert not any(form in kept for form in (packed, str(token).encode(), token.to_bytes(4, "little")))
     assert [event.header.s for event in run.heard.events] == [1, 2, 3]
+
+
+def many_small() -> list[dict[str, object]]:
+    """A thousand blocks dropped and a thousand stored, one at a time; 320 KB as one message."""
+    hashes = [number.to_bytes(64, "big") for number in range(2_000)]
+    return [event for n in range(1_000) for event in (removed(hashes[n]), stored([hashes[-1 - n]], PROMPT[:4]))]
+
+
+async def test_a_batch_of_many_small_changes_is_told_in_messages_that_a_broker_takes() -> None:
+    events = many_small()
+    async with VllmPublisher() as vllm, bridged(vllm) as run:
+        await vllm.publish(*events)
+        await until(lambda: len(run.heard.told) == 1 + len(events))
+        lengths = [len(delivery.data) for delivery in await run.bus.history(TOPICS.blocks_filter())]
+        assert run.bridge.counts["store_retries"] == run.bridge.counts["too_long"] == 0
+    assert sum(lengths) > EVENT_LENGTH_MAX_BYTES > max(lengths)
+    assert [event.header.s for event in run.heard.events] == list(range(1, len(lengths) + 1))
+
+
+async def test_a_message_that_is_too_long_for_the_bus_is_not_tried_again_and_its_loss_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus.roles.block_bridge.PART_LENGTH_MAX_BYTES", 2 * EVENT_LENGTH_MAX_BYTES)
+    events = many_small()
+    async with VllmPublisher() as vllm, bridged(vllm) as run:
+        await vllm.publish(*events)
+        await vllm.publish(stored([1], PROMPT[:4]))
+        await until(lambda: run.heard.told[-1:] == ["stored 1"])
+        assert run.heard.reasons[-1] == "the broker takes no message as long as that of batch 0"
+        assert (run.bridge.counts["too_long"], run.bridge.counts["store_retries"]) == (1, 0)
+    assert [event.header.s for event in run.heard.events] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        BlockChange(change="removed", hashes=(b"a",)),
+        BlockChange(change="cleared", reason="é" * 2_000),
+        BlockChange(
+            change="stored", hashes=(b"a" * 64,) * 2_000, names=(b"n" * 16,) * 2_000, parent=b"p" * 64,
+            block_tokens=2**63 - 1, medium="é" * 32, group=2**63 - 1, lora="é" * 200,
+        ),
+    ],
+)  # fmt: skip
+def test_no_change_is_longer_than_its_bound(change: BlockChange) -> None:
+    header = Header(k="blocks", i="a", m="dp0", e=2**63 - 1, s=2**63 - 1, t=2**63 - 1)
+    one, none = (len(encode(header, BlocksChanged(changes=changes))) for changes in ((change,), ()))
+    assert one - none <= length_max(change) < EVENT_LENGTH_MAX_BYTES
 
 
 async def test_a_router_knows_the_longest_prefix_and_forgets_it_with_its_first_block() -> None:

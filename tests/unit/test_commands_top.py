@@ -133,6 +133,16 @@ def test_a_member_that_is_gone_and_one_that_has_said_nothing_are_told_apart_with
     assert "    –    220" in silent
 
 
+def test_a_member_that_drains_is_named_as_that_in_80_columns_without_colour() -> None:
+    members = tuple(member(state, state=state) for state in ("draining", "drained", "leaving"))
+    silent = member("silent", state="draining", heard_ns=NOW_NS - 20 * S)
+    said = Shown((*members, silent, member("b")), (), 0, (), 0, 0, (), 0, (), (), Totals(), 0, 0)
+    *drain, _, takes_part = plain(page(said, Look(NOW_NS), width=80))[4:9]
+    assert [line.split()[-1] for line in drain] == ["draining", "drained", "leaving"]
+    assert takes_part.endswith("0.5 s")
+    assert "20 s, draining" in plain(page(said, Look(NOW_NS), width=120))[7]
+
+
 def test_a_stale_picture_says_since_when_and_why() -> None:
     lines = plain(screen(shown(), Look(NOW_NS, stale_ns=NOW_NS - 17 * S, why_stale=AWAY), width=80, height=24))
     assert lines[1].startswith("STALE since ")

@@ -194,6 +194,16 @@ async def test_a_page_from_elsewhere_changes_nothing(gateway: Stage, origin: str
     assert own.status_code == 202
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/v1/transfers/b-1/story", "/v1/cluster", "/"])
+async def test_a_page_from_another_site_reads_nothing_and_a_link_from_there_opens(gateway: Stage, path: str) -> None:
+    for mode, status in (("no-cors", 403), ("cors", 403), ("navigate", 200), ("", 403)):
+        headers = {"sec-fetch-site": "cross-site"} | ({"sec-fetch-mode": mode} if mode else {})
+        answered = await gateway.client.get(path, headers=headers)
+        assert (answered.status_code == 403) == (status == 403), (mode, answered.text)
+    own = await gateway.client.get(path, headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"})
+    assert own.status_code != 403
+
+
 async def test_the_longest_token_list_of_the_bus_fits_a_body() -> None:
     longest = json.dumps({"source": "a", "prompt": [100_000] * ((768 << 10) // 4)}, separators=(",", ":"))
     assert len(longest) < BODY_LENGTH_MAX_BYTES

@@ -14,14 +14,17 @@ import pytest
 
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.story_documents import story_document
-from kvbus.events import TransferStep
+from kvbus.commands.trails import NotFound
+from kvbus.events import Header, TransferStep, encode
+from kvbus.gateway.answers import Problem
 from kvbus.gateway.page_doors import FOLDER, POLICY, TYPES
 from kvbus.gateway.page_feed import CLIENTS_MAX, QUEUE_MAX
 from kvbus.gateway.page_rows import ROWS_MAX, TABLES
+from kvbus.gateway.story_reader import AT_ONCE, PAGE_EVENTS, WAITING_MAX, Stories
 from kvbus.picture import rows
 from kvbus.picture.whole import Picture
 from kvbus.testing.bus import MemoryBroker
-from tests.unit.gateway_parts import Stage, prompt, stage
+from tests.unit.gateway_parts import TOPICS, Stage, prompt, stage
 from tests.unit.story_parts import HASH, TRANSFER, Pair, flushed
 from tests.waiting import DEADLINE_S, until
 
@@ -207,6 +210,35 @@ async def test_a_story_by_http_is_the_one_that_the_command_tells() -> None:
             assert own.complete
             assert told == json.loads(json.dumps(story_document(own)))
             assert {event["lane"] for event in told["events"]} == {"requester", "destination", "source", "data plane"}
+
+
+async def test_an_event_from_the_end_of_time_ends_no_story_and_keeps_none_reading() -> None:
+    bus = MemoryBroker(clock=lambda: 0.0).connect()
+    for number in range(1, 601):
+        late = number == PAGE_EVENTS  # a reading that goes by time would stop behind it, and never get further
+        step = TransferStep(transfer="T-last" if number == 600 else "T", request_hash=HASH, step="accepted")
+        header = Header(k=step.KIND, i="b", m="m0", e=1, s=number, t=2**63 - 1 if late else number)
+        await bus.store(TOPICS.facts("b"), encode(header, step), message_id=str(number))
+    stories = Stories(bus=bus, topics=TOPICS, span=lambda _: None)
+    async with asyncio.timeout(20):
+        last, cut = await stories.tell("T-last")
+        unknown, _ = await stories.tell("nobody")
+    assert isinstance(last, Story)
+    assert isinstance(unknown, NotFound)
+    assert not cut
+
+
+async def test_more_askers_than_may_wait_for_a_story_are_sent_away_at_once() -> None:
+    connect = MemoryBroker(clock=lambda: 0.0).connect
+    stories = Stories(bus=connect(), topics=TOPICS, span=lambda _: None)
+    answered = await asyncio.gather(
+        *(stories.tell("T") for _ in range(AT_ONCE + WAITING_MAX + 2)), return_exceptions=True
+    )
+    refused = [one for one in answered if isinstance(one, Problem)]
+    assert [(one.status, one.retry_after_s) for one in refused] == [(503, 1)] * 2
+    assert sum(isinstance(one, tuple) and isinstance(one[0], NotFound) for one in answered) == AT_ONCE + WAITING_MAX
+    told, _ = await stories.tell("T")  # and their places are free again
+    assert isinstance(told, NotFound)
 
 
 async def test_a_transfer_that_nobody_recorded_has_no_story_and_others_are_named(gateway: Stage) -> None:

@@ -251,6 +251,52 @@ async def test_the_outcome_of_an_earlier_transfer_ends_no_request_that_is_still_
         serving.cancel()
 
 
+# H19, H21
+@pytest.mark.parametrize("told", ["facts", "requester"])
+async def test_a_request_that_a_stopping_destination_hands_back_goes_on_and_ends_as_its_next_run_does(
+    gateway: Stage, told: str
+) -> None:
+    b = gateway.b
+    b.settles = False
+    request_hash = (await gateway.ask(prompt=prompt())).json()["request_hash"]
+    first = await b.taken()
+    await b.end(first, "cancelled", told="handed back")
+
+    async def stands_as(status: str, transfer: str) -> bool:
+        record = await gateway.record(request_hash, 0)
+        assert adds_up(stats := await gateway.stats()), stats
+        assert (stats["fired"], stats["inflight"]) == (1, 1)
+        return (record["status"], record["transfer"]) == (status, transfer)
+
+    await until(lambda: stands_as("queued", b.transfer(first)))
+    assert (await gateway.ask(prompt=prompt())).json()["status"] == "deduped"
+    b.requests.append(first)  # the queue offers it to the next run, which takes it on under another name
+    second = b.transfer(first)
+    await b.step(first, "accepted")
+    await until(lambda: stands_as("running", second))
+    await b.end(first, told=told)
+    ended = await gateway.record(request_hash)
+    assert (ended["status"], ended["transfer"], ended["repeats"]) == ("transferred", second, 1)
+    stats = await gateway.stats()
+    assert (stats["fired"], stats["transferred"], stats["failed"], stats["inflight"]) == (1, 1, 0, 0)
+
+
+# H18, H19
+async def test_a_request_that_is_handed_back_waits_anew_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbus.gateway.runs.SLACK_S", 0.0)
+    monkeypatch.setattr("kvbus.gateway.runs.HANDED_BACK_WAIT_S", 0.5)
+    async with stage() as one:
+        one.b.settles = False
+        request_hash = (await one.ask(prompt=prompt(), budget_s=0.3)).json()["request_hash"]
+        first = await one.b.taken()
+        await one.b.end(first, "cancelled", told="handed back")
+        one.b.requests.append(first)
+        await one.b.step(first, "accepted")
+        told = await one.record(request_hash)
+        assert (told["status"], told["transfer"]) == ("failed", one.b.transfer(first))
+        assert adds_up(await one.stats())
+
+
 # H22
 async def test_a_dedup_time_of_zero_leaves_cap_and_budget_in_place() -> None:
     async with stage(dedup_ttl_s=0, inflight_max=2) as one:

@@ -50,6 +50,18 @@ def test_bytes_that_are_no_batch_are_refused_and_change_nothing(data: bytes) -> 
         assert len(book) == 1
 
 
+@pytest.mark.parametrize("size", [0, -1, 2**63, 2**64 - 1, 1 << 30])
+def test_a_block_of_an_impossible_size_is_refused(size: int) -> None:
+    with pytest.raises(PeerError, match="no block size that can be"):
+        BlockBook().changes(payload_of([stored([1], range(4), block_size=size)], time_s=0))
+
+
+def test_a_medium_with_a_long_name_is_cut_to_what_travels() -> None:
+    events = [stored([1], range(4), medium="remote storage " * 9), removed(1, medium="remote storage " * 9)]
+    _, changes = BlockBook().changes(payload_of(events, time_s=0))
+    assert [change.medium for change in changes] == [("remote storage " * 9)[:32]] * 2
+
+
 @given(st.lists(st.tuples(kinds, st.lists(plain, max_size=9)), max_size=4))
 def test_events_of_a_known_kind_with_wrong_fields_are_refused_and_never_raise_anything_else(
     events: list[tuple[str, list[object]]],

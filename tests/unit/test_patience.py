@@ -49,9 +49,12 @@ async def asked(*answers: Verdict | TransferOutcome | None, patience_s: float = 
         Verdict("refused", "draining: b takes nothing new; ask another instance"),
         Verdict("refused", "bus_unavailable: facts or releases wait for the broker"),
         Verdict("refused", "no instance 'a' is registered: is its worker running?"),
+        Verdict("refused", "not_leading: m1 does not lead b now; ask again"),
+        Verdict("refused", "waited: 31.0 s in the queue, at most 30 s allowed"),
         Verdict("skipped_busy", "4 transfers are running"),
         ended("failed", "shutdown"),
         ended("cancelled", "shutdown"),
+        ended("failed", "contradiction"),  # the members of b have voided it: one of them leaves
         ended("failed", "peer_lost"),
         ended("failed", "engine_lost"),
         ended("failed", "lease_refused"),

@@ -154,6 +154,20 @@ def test_nobody_but_an_operator_reads_requests_or_changes_streams() -> None:
     assert all(of(OPERATOR).may_publish(subject) for subject in (*harmful, *reading))
 
 
+def test_who_follows_transfers_reads_facts_and_decisions_and_says_neither() -> None:
+    for stream, subjects in ((NAMES.facts, TOPICS.facts_filter()), (NAMES.settle, TOPICS.settle_filter())):
+        reading = [
+            f"$JS.API.CONSUMER.CREATE.{stream}.reader.{subjects}",
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.reader",
+            f"$JS.API.STREAM.MSG.GET.{stream}",
+        ]
+        for user in (GATEWAY, DASH, OPERATOR):
+            assert all(of(user).may_publish(subject) for subject in reading), (user, stream)
+        assert not of(LONE).may_publish(reading[0])
+    assert not of(GATEWAY).may_publish(TOPICS.settle("a"))
+    assert not of(GATEWAY).may_subscribe(TOPICS.live_settle("a"))
+
+
 def test_the_names_are_those_that_the_parts_use() -> None:
     for topics in (Topics(), Topics("other")):
         assets, names = Assets(topics), asset_names(topics)

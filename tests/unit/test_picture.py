@@ -141,14 +141,23 @@ def test_heartbeats_and_records_make_a_members_row() -> None:
     made, b = Picture(), Teller()
     event = b(
         HeartbeatSeen(
-            transfers_running=1, leases_held=2, pages_free=3, pages_cached=4, pages_lent=1, facts_sequence=1, settle_n=0
+            transfers_running=1,
+            leases_held=2,
+            pages_free=3,
+            pages_cached=4,
+            pages_lent=1,
+            facts_sequence=1,
+            settle_n=0,
+            state="draining",
         )
     )
     assert isinstance(event.body, HeartbeatSeen)
     made.beat(event.header, event.body)
     (row,) = made.members()
     assert (row.pages_free, row.leases_held, row.transfers_running, row.heard_ns) == (3, 2, 1, b.now_ns)
-    assert (row.registered, row.pages_quarantined) == (False, None)
+    assert (row.registered, row.pages_quarantined, row.state) == (False, None, "draining")
+    made.beat(event.header, event.body.model_copy(update={"state": None}))
+    assert made.members()[0].state == ""
 
 
 def test_everything_is_bounded_and_the_rows_that_are_shown_are_those_that_matter() -> None:

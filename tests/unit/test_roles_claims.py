@@ -15,7 +15,8 @@ from kvbus.names import request_hash
 from kvbus.parts import Prompt
 from kvbus.roles.admitting import Offer
 from kvbus.roles.claims import CLAIM_S, KEEP_S, Claim
-from kvbus.roles.intake import OFFERS_MAX, Intake
+from kvbus.roles.intake import Intake
+from kvbus.roles.offer_book import OFFERS_MAX, OfferBook
 from kvbus.roles.recorder import Recorder
 from kvbus.testing.bus import MemoryBroker
 from kvbus.topics import Command, Topics
@@ -127,7 +128,10 @@ async def test_a_sign_of_life_that_the_broker_does_not_confirm_lengthens_nothing
     await broker.start()
     await until(lambda: bus.health().connected)
     assert await is_queued(bus)
-    assert (await take(bus)).attempt == 2
+    # The broker was killed, so it may have forgotten that it offered the request before: which attempt this is says
+    # nothing, but it is offered.
+    await (await take(bus)).finish()
+    assert not await is_queued(bus)
     await bus.close()
 
 
@@ -182,28 +186,23 @@ async def test_a_member_that_lost_its_lead_gives_back_what_it_took_and_says_noth
 # P23
 async def test_offers_that_a_run_lived_to_see_do_not_count_against_a_request() -> None:
     """A transfer that runs for long through many outages is offered again and again, to the run that brings it."""
-    bus = MemoryBroker().connect()
-    recorder = Recorder(bus=bus, topics=TOPICS, instance="b", member="m0", epoch=1, unix_ns=lambda: 1)
-    parts = {"destination": None, "source": None, "portrait": None}
-    intake = Intake(
-        bus=bus, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict,
-        **parts,  # type: ignore[arg-type]
-    )  # fmt: skip
+    bus, offers = MemoryBroker().connect(), OfferBook()
     assert isinstance(await bus.store(SUBJECT, b"x", message_id="x"), Stored)
     deadly: list[bool] = []
     for offer in range(1, 3 * OFFERS_MAX):
         work = await take(bus)
         assert work.attempt == offer
-        deadly.append(intake._is_deadly(work))
+        deadly.append(offers.is_deadly(work))
         if offer >= 3:  # until then other runs took it
-            intake._note_offer(work)
+            offers.note(work)
         await work.give_back(0.0)
     assert not any(deadly)
-    stranger = Intake(
-        bus=bus, topics=TOPICS, instance="b", member="m0", recorder=recorder, counters=dict,
-        **parts,  # type: ignore[arg-type]
-    )  # fmt: skip
-    assert stranger._is_deadly(await take(bus))  # a run that has not seen it yet leaves it alone
+    stranger, work = OfferBook(), await take(bus)
+    assert stranger.is_deadly(work)  # a run that has not seen it yet leaves it alone
+    stranger.forgive(work, work.attempt - OFFERS_MAX)
+    assert not stranger.is_deadly(work)  # unless former runs are known to have left it to the next one
+    stranger.forgive(work, work.attempt - OFFERS_MAX - 1)
+    assert stranger.is_deadly(work)
     await bus.close()
 
 
@@ -264,7 +263,9 @@ async def test_a_request_goes_back_to_the_queue_only_once_its_transfer_has_ended
     assert answer == NoAnswer("nobody_listens")  # so a repeat is not refused what will be run
     stopping.over.set()
     (again,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=5)
-    assert again.attempt == 2
+    # The wait for work that was under way when it began to rest may have been offered it once more, and left it.
+    assert again.attempt in {2, 3}
+    assert stopping.runs == 1
     await again.finish()
 
     await intake.resume()

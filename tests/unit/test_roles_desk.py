@@ -148,3 +148,23 @@ def test_pages_that_a_request_and_a_peer_share_stay_where_they_are_until_both_le
     lease.release()
     assert counter.desk.evict(IDS, "") == LONGEST
     counter.check()
+
+
+def test_what_an_engine_has_left_comes_back_and_what_it_handed_over_stays(counter: Counter) -> None:
+    # P8, R4
+    desk = counter.desk
+    counter.stores(IDS[: 2 * TOY.block_tokens])
+    handed = desk.match(IDS[: 2 * TOY.block_tokens], "").handle
+    desk.hand_over(handed)
+    writing = desk.match(OTHER_IDS, "").handle
+    assert isinstance(desk.alloc(writing, 0, 3), Allocated)
+    desk.engine_left()
+    counter.check()
+    assert desk.held(OTHER_IDS, "") == 0, "a page that was half written has no name"
+    with pytest.raises(PeerError, match="no such handle"):
+        desk.release(writing)
+    assert desk.evict(IDS, "") == 0, "what was handed over is not the engine's to leave"
+    desk.release(handed)
+    assert desk.evict(IDS, "") == 2
+    assert counter.pool.lender.statistics().pages.free == PAGES
+    counter.check()

@@ -19,7 +19,7 @@ from kvbus.ledger.facts import EVIDENCE_BITS, Fact, FailureClass, LeaseFacts, Ou
 from kvbus.ledger.holder import LeaseHolder
 from kvbus.ledger.lending import LendBook
 from kvbus.ledger.types import Change, Delivered, Direction, Failed, LeaseView, Order
-from kvbus.names import page_names
+from kvbus.names import page_names, token_bytes
 from kvbus.parts import Body
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import ProcessWatch, identity
@@ -31,7 +31,7 @@ from kvbus.roles.source import Fenced, LenderName, PoolAccess, Source
 from kvbus.testing.bus import MemoryBus
 from kvbus.topics import Topics
 from tests.unit.pool_parts import EPOCH, TOY
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 READER_EPOCH = 9 << 32 | 1
 ELSEWHERE = identity().model_copy(update={"boot_id": "another host"})
@@ -316,3 +316,41 @@ async def test_memory_under_a_fenced_reader_is_not_let_go(lender: Lender) -> Non
     assert not lender.holder.shutdown(0.0).complete
     await lender.release()
     assert lender.holder.shutdown(0.0).complete
+
+
+class BusyEngine(NoEngine):
+    """A port whose engine computes until a test lets it end."""
+
+    def __init__(self) -> None:
+        self.ends = asyncio.Event()
+
+    async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
+        await self.ends.wait()
+        return await super().prefill(ids, salt, budget_s)
+
+
+async def test_a_question_whose_prompt_is_being_computed_counts_until_the_engine_has_ended(lender: Lender) -> None:
+    busy = BusyEngine()
+    lender.source._prefiller = Prefiller(port=busy, desk=busy)
+    question = LendRequested(
+        key=key_of("t1"),
+        nonce=nonce_of("t1"),
+        fingerprint=lender.pool.layout.fingerprint(),
+        names=b"".join(lender.names(2, token=2)),
+        first_block=0,
+        tokens=token_bytes([2] * 8),
+        salt=SALT,
+        on_miss="prefill",
+        budget_s=30.0,
+        wait_s=0.0,
+        process=ELSEWHERE,
+        source_epoch=EPOCH,
+        transports=("memory",),
+    )
+    assert lender.source.computing == 0
+    answer = await lender.said(question)
+    assert isinstance(answer, LendAnswered)
+    assert (answer.status, lender.source.computing) == ("computing", 1)
+    assert lender.holder.statistics().held == 0  # so nothing else keeps its member from leaving
+    busy.ends.set()
+    await until(lambda: lender.source.computing == 0)

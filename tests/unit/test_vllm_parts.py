@@ -113,6 +113,7 @@ def config(**other: object) -> SimpleNamespace:
     """What vLLM would hand to the connector, as far as it is looked at."""
     transfer = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
     parallel: dict[str, object] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    parallel |= {"data_parallel_size": 1, "data_parallel_rank": 0, "data_parallel_index": 0}
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**{name: other.get(name, value) for name, value in transfer.items()}),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
@@ -133,6 +134,9 @@ def test_one_group_of_full_attention_on_one_rank_is_taken() -> None:
     ("other", "specs", "text"),
     [
         ({"tensor_parallel_size": 2}, 1, "tensor and pipeline parallel size 1"),
+        ({"data_parallel_size": 2}, 1, "without data parallelism"),
+        ({"data_parallel_rank": 1}, 1, "without data parallelism"),
+        ({"data_parallel_index": 1}, 1, "without data parallelism"),
         ({"kv_load_failure_policy": "fail"}, 1, "kv_load_failure_policy to recompute"),
         ({"kv_role": "kv_consumer"}, 1, "kv_role to kv_both"),
         ({"speculative_config": object()}, 1, "without speculative decoding"),
@@ -275,28 +279,48 @@ def test_an_answer_is_read_as_it_streams_without_the_token_that_ended_it() -> No
     assert steps[2].cached_tokens == 2
 
 
+def refusal(kind: str) -> bytes:
+    """What vLLM says of a request that it does not take, with the prompt in its message."""
+    return json.dumps({"error": {"message": "too long: hello", "type": kind, "param": "prompt", "code": 400}}).encode()
+
+
 @pytest.mark.parametrize(
     ("status", "body", "error", "text"),
     [
-        (400, b"too long", PeerError, "refused the request.*too long"),
-        (500, b"oh no", EngineError, "server failed.*oh no"),
-        (200, b"not json", EngineError, "something else than JSON"),
+        (
+            400,
+            refusal("BadRequestError"),
+            PeerError,
+            "refused the request.*status=400, type=.BadRequestError., param=.prompt.",
+        ),
+        (500, refusal("the user said: hello"), EngineError, "server failed .status=500, param=.prompt.[)]$"),
+        (500, b"oh no: hello", EngineError, "server failed .status=500.$"),
+        (400, b'["hello"]', PeerError, "refused the request .status=400.$"),
+        (200, b"not json, but hello", EngineError, "something else than JSON"),
         (200, b'{"tokens": "none"}', EngineError, "no token ids"),
-        (200, b"[]", EngineError, "another document"),
+        (200, b'["hello"]', EngineError, "another document"),
     ],
 )
-def test_what_the_server_does_not_do_is_said_with_its_own_words(
+def test_what_the_server_does_not_do_is_said_by_its_kind_and_without_a_word_of_the_prompt(
     status: int, body: bytes, error: type[Exception], text: str
 ) -> None:
-    with answering(status, body) as (server, _), pytest.raises(error, match=text):
+    with answering(status, body) as (server, _), pytest.raises(error, match=text) as raised:
         server.tokenize("hello", None)
+    assert "hello" not in str(raised.value)
 
 
 def test_an_event_that_makes_no_sense_ends_the_answer_with_an_error() -> None:
-    with answering(200, b'data: {"choices": 3}\n\n') as (server, _), pytest.raises(EngineError, match="makes no sense"):
-        list(server.answer([1], salt="", max_tokens=1, ours={}))
-    with answering(200, b'data: {"error": "boom"}\n\n') as (server, _), pytest.raises(EngineError, match="boom"):
-        list(server.answer([1], salt="", max_tokens=1, ours={}))
+    for body, text in [
+        (b'{"choices": "hello"}', "makes no sense"),
+        (b'{"error": "hello"}', "ended the answer"),
+        (refusal("InternalServerError"), "ended the answer .type=.InternalServerError."),
+    ]:
+        with (
+            answering(200, b"data: " + body + b"\n\n") as (server, _),
+            pytest.raises(EngineError, match=text) as raised,
+        ):
+            list(server.answer([1], salt="", max_tokens=1, ours={}))
+        assert "hello" not in str(raised.value)
 
 
 def test_without_an_address_or_without_anybody_there_the_words_say_which() -> None:

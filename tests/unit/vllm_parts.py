@@ -154,6 +154,10 @@ class Now:
         assert key not in self._answers
         self.late += 1
 
+    def forget(self) -> None:
+        if not self.away:
+            self.desk.forget()
+
 
 class MiniVllm:
     """One engine with its connector; `step` is one turn of its loop."""

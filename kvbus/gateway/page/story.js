@@ -24,7 +24,7 @@ export class Story {
 
   fromAddress() {
     const found = /^#transfer=(.+)$/.exec(location.hash);
-    if (found) this.open(decodeURIComponent(found[1]));
+    if (found) this.open(decoded(found[1]));
     else if (this.dialog.open && location.hash === "") this.dialog.close();
   }
 
@@ -88,6 +88,14 @@ export class Story {
       leases(story.leases),
       names(story),
     ].filter(Boolean);
+  }
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return ""; // an address that somebody broke names no transfer
   }
 }
 
