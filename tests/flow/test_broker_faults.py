@@ -22,7 +22,7 @@ from kvbus.events import Event, Header, LeaseGranted, TransferOutcome
 from kvbus.subscriber import Subscriber
 
 ROOT = Path(__file__).parents[2]
-RUN_S = 115.0
+RUN_S = 280.0
 
 
 def ran(*names: str, plant: str = "") -> dict[str, Mapping[str, Any]]:
