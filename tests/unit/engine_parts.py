@@ -27,6 +27,8 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 3 << 32 | 0xBEEF
+CLOSE_S = 30.0
+"""An engine ends within five seconds; a busy machine takes its time to run it at all."""
 TOY: dict[str, object] = {"block_tokens": 8, "page_bytes": 4096, "work_rounds": 4, "tokens_max": 2048}
 PROMPT = "The worker is the truth about its memory; the bus carries reports. " * 3
 Result = TypeVar("Result")
@@ -230,7 +232,7 @@ async def worker_with(folder: Path, pages: int = 64) -> AsyncIterator[Worker]:
     try:
         yield worker
     finally:
-        ended = await worker.port.close()
+        ended = await worker.port.close(CLOSE_S)
         for process in worker.processes:
             if not ended:
                 process.send_signal(signal.SIGKILL)
