@@ -9,7 +9,7 @@ from kvbus.engines.vllm_mover import ORDERS_MAX, Session
 from kvbus.engines.vllm_orders import NO_ORDERS, Load, Report
 from kvbus.engines.vllm_scheduler import FAILED_PAUSE_S
 from tests.unit.engine_parts import SmallDesk
-from tests.unit.vllm_parts import BLOCK, Calls, MiniRequest, MiniVllm, ids_of, right_answer
+from tests.unit.vllm_parts import BLOCK, Calls, MiniRequest, MiniVllm, ids_of, right_answer, stored
 from tests.waiting import wait_until
 
 
@@ -18,15 +18,6 @@ def mini() -> Iterator[MiniVllm]:
     vllm = MiniVllm()
     yield vllm
     vllm.close()
-
-
-def stored(vllm: MiniVllm, name: str, blocks: int = 5) -> list[int]:
-    """A prompt that the pool has."""
-    ids = ids_of(name, blocks)
-    vllm.run(vllm.add(MiniRequest(f"first {name}", ids)))
-    vllm.settle()
-    assert vllm.desk.held(tuple(ids), "") == blocks
-    return ids
 
 
 def parked(vllm: MiniVllm, name: str, ids: list[int]) -> MiniRequest:

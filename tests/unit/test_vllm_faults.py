@@ -27,7 +27,7 @@ from kvbus.engines.vllm_server import Server, Step
 from kvbus.engines.worker_link import Job, WorkerLink
 from kvbus.errors import ConfigError
 from tests.unit.engine_parts import ROOT, Worker, worker_with
-from tests.unit.vllm_parts import BLOCK, LAYOUT, Calls, Memory, MiniRequest, MiniVllm, ids_of, right_answer
+from tests.unit.vllm_parts import BLOCK, LAYOUT, Calls, Memory, MiniRequest, MiniVllm, ids_of, right_answer, stored
 from tests.waiting import until, wait_until
 
 ABOUT = Description("vllm", "0.32.0", "mini", LAYOUT.model_digest, LAYOUT, 1000, 4096)
@@ -38,15 +38,6 @@ def mini() -> Iterator[MiniVllm]:
     vllm = MiniVllm()
     yield vllm
     vllm.close()
-
-
-def stored(vllm: MiniVllm, name: str, blocks: int = 5) -> list[int]:
-    """A prompt that the pool has."""
-    ids = ids_of(name, blocks)
-    vllm.run(vllm.add(MiniRequest(f"first {name}", ids)))
-    vllm.settle()
-    assert vllm.desk.held(tuple(ids), "") == blocks
-    return ids
 
 
 def order(name: str, ids: list[int], blocks: int) -> Store:

@@ -353,3 +353,12 @@ def ids_of(name: str, blocks: int, extra: int = 3) -> list[int]:
     """A prompt that no other name shares."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     return [(seed + 7 * row) % 1000 for row in range(BLOCK * blocks + extra)]
+
+
+def stored(vllm: MiniVllm, name: str, blocks: int = 5) -> list[int]:
+    """A prompt that the pool has."""
+    ids = ids_of(name, blocks)
+    vllm.run(vllm.add(MiniRequest(f"first {name}", ids)))
+    vllm.settle()
+    assert vllm.desk.held(tuple(ids), "") == blocks
+    return ids
