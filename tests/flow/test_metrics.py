@@ -27,6 +27,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAMES = ("a", "b", "slow")
 BLOCKS = 6
 READY_S = 30.0
+SLOW_ROUNDS = 10_000
+"""For each token: 320 of them take a second and more, hundreds of times a scrape, on any machine."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ async def seen() -> AsyncIterator[Seen]:
     with tempfile.TemporaryDirectory(prefix="kvflow-") as name:
         async with town(Path(name)) as built:
             ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
-            for instance, rounds in zip(NAMES, (1, 1, 400), strict=True):
+            for instance, rounds in zip(NAMES, (1, 1, SLOW_ROUNDS), strict=True):
                 arguments = ["--instance", instance, "--engine-options", f'{{"work_rounds": {rounds}}}']
                 arguments += ["--backend", "memory", "--digests", "always", "--metrics", f":{ports[instance]}"]
                 arguments += [part for other in NAMES if other != instance for part in ("--allow", other)]
