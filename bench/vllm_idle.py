@@ -1,11 +1,14 @@
 """What the connector costs a vLLM that has no use for it: decode steps and first tokens, with it and without it.
 
-Two vLLM engines, each in one process of .venv-vllm, take turns, so that a noisy neighbour disturbs both: one has the
-connector, attached to a real kvbus worker that holds nothing, and stores only what is asked for; the other has none. A
-turn is one answer of each: a prompt of a few tokens and many decode steps, then prompts of 300 fresh tokens and one
-token each, for which the connector asks its worker. Prints medians, the median of the ratios within each turn and the
-middle half of them; `--json` prints one document. `--model` names a folder; the default is a tiny one made here, whose
-steps take milliseconds, so that a fixed cost shows best.
+Three vLLM engines, each in one process of .venv-vllm: one has the connector, attached to a real kvbus worker that holds
+nothing, and stores only what is asked for; the other two have none, and what they differ by is what this machine cannot
+tell. They take turns step by step, the order changing, so that a noisy neighbour disturbs all: one decode step of each
+on the same prompt, and for the first token one prompt of 300 fresh tokens of each, for which the connector asks its
+worker. No two processes are equally fast (where their memory lies is luck), so the engines are started anew for each
+of several rounds. Prints medians, and the median of what each step with the connector took beside the mean of the two
+steps without it, in percent, with the middle half and with the same for the two without. `--json` prints one document.
+`--model` names a folder; the default is a tiny one made here, whose steps take milliseconds, so that a fixed cost shows
+best.
 """
 
 import argparse
@@ -19,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-TURNS, STEPS, PROMPTS = 20, 40, 3
+ROLES = ("with", "without", "also without")
+ROUNDS, TURNS, STEPS, PROMPTS = 4, 5, 40, 3
 PROMPT_TOKENS = 300
 Foreign = Any
 # vLLM's own types are not there to check.
@@ -34,8 +39,8 @@ Foreign = Any
 
 
 def serve(model: str, socket: str) -> None:
-    """Answer lines on stdin: each asks for one turn, and gets the seconds of its steps and of its first tokens."""
-    from vllm import LLM  # noqa: PLC0415 - installed in the engine's process only
+    """Answer lines on stdin: an empty one asks for one step, one of token ids begins a prompt with a first step."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - installed in the engine's process only
 
     told: dict[str, object] = {}
     if socket:
@@ -59,30 +64,24 @@ def serve(model: str, socket: str) -> None:
     )
     engine = llm.llm_engine
     print("READY", flush=True)
-    pick = random.Random(7)
-    for _ in sys.stdin:
-        steps = timed(engine, [pick.randrange(3, 512) for _ in range(8)], STEPS)[1:]
-        firsts = [timed(engine, [pick.randrange(3, 512) for _ in range(PROMPT_TOKENS)], 1) for _ in range(PROMPTS)]
-        print("TURN " + json.dumps([steps, [sum(each) for each in firsts]]), flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            ids, tokens = json.loads(line)
+            parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            engine.add_request(str(random.random()), {"prompt_token_ids": ids}, parameters)
+        print(f"STEP {step(engine)!r}", flush=True)
     os._exit(0)
 
 
-def timed(engine: Foreign, ids: list[int], tokens: int) -> list[float]:
-    """Answer one prompt, and return the seconds of each step that computed something."""
-    from vllm import SamplingParams  # noqa: PLC0415 - as above
-
-    parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    engine.add_request(str(random.random()), {"prompt_token_ids": ids}, parameters)
-    took: list[float] = []
+def step(engine: Foreign) -> float:
+    """Go on until something was computed, and return the seconds that it took."""
     scheduler = engine.engine_core.engine_core.scheduler
-    while engine.has_unfinished_requests():
-        started = time.perf_counter()
-        engine.step()
+    started = time.perf_counter()
+    while not engine.step():
         if not scheduler.running and scheduler.has_requests():
             # As vLLM's server does where nothing could run: other threads get their turn.
             time.sleep(0.001)  # noqa: TID251
-        took.append(time.perf_counter() - started)
-    return took
+    return time.perf_counter() - started
 
 
 # The bench -----------------------------------------------------------------------------------------------------------
@@ -117,13 +116,12 @@ class Child:
                 return line.removeprefix(word)
         raise SystemExit(f"an engine ended: {self.log.read_text()[-2000:]}")
 
-    def turn(self) -> tuple[list[float], list[float]]:
-        """Have it take one turn."""
+    def step(self, line: str = "") -> float:
+        """Have it take one step, with a prompt to begin or without; the seconds."""
         if self.process.stdin is not None:
-            self.process.stdin.write("turn\n")
+            self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-        steps, firsts = json.loads(self.line("TURN "))
-        return steps, firsts
+        return float(self.line("STEP "))
 
     def end(self) -> None:
         """End it."""
@@ -131,8 +129,16 @@ class Child:
         self.process.wait()
 
 
-async def measure(model: Path | None, turns: int) -> dict[str, list[float]]:
-    """Run broker, worker and both engines, and return the medians of each turn."""
+@dataclass(slots=True)
+class Found:
+    """Seconds of each step and of each first token: a row for each, in the order of the roles."""
+
+    steps: list[list[float]] = field(default_factory=list)
+    firsts: list[list[float]] = field(default_factory=list)
+
+
+async def measure(model: Path | None, rounds: int, turns: int) -> Found:
+    """Run broker and worker, and in each round all engines."""
     from kvbus.broker import EmbeddedBroker  # noqa: PLC0415 - none of these in the engine's process
     from kvbus.bus import NatsBus  # noqa: PLC0415
     from kvbus.bus_assets import EMBEDDED  # noqa: PLC0415
@@ -155,53 +161,73 @@ async def measure(model: Path | None, turns: int) -> dict[str, list[float]]:
         named = {"KVBUS_NATS_URL": broker.url, "KVBUS_NATS_TOKEN": broker.token}
         with (folder / "worker.log").open("wb") as log:
             worker = await asyncio.create_subprocess_exec(*command, stderr=log, env=os.environ | named)
-        with_it = Child(model, str(folder / "run" / "idle.m0.sock"), folder / "with.log")
-        without = Child(model, "", folder / "without.log")
+        children: list[Child] = []
         try:
-            return await asyncio.to_thread(take_turns, with_it, without, turns)
+            found = Found()
+            for number in range(rounds):
+                for role in ROLES:
+                    socket = str(folder / "run" / "idle.m0.sock") if role == "with" else ""
+                    children.append(Child(model, socket, folder / f"{role}-{number}.log"))
+                await asyncio.to_thread(take_turns, children, turns, found)
+                while children:
+                    children.pop().end()
+            return found
         finally:
-            with_it.end()
-            without.end()
+            for child in children:
+                child.end()
             with contextlib.suppress(ProcessLookupError):
                 worker.terminate()
             await worker.wait()
             await broker.stop()
 
 
-def take_turns(with_it: Child, without: Child, turns: int) -> dict[str, list[float]]:
-    """Let both take turns, each first every other time; the first turn of each only warms up."""
-    for child in (with_it, without):
+def take_turns(children: list[Child], turns: int, found: Found) -> None:
+    """Let all take turns step by step, each of them first as often as the others; the first turn only warms up."""
+    pick = random.Random(7)
+    for child in children:
         child.line("READY")
-        child.turn()
-    found: dict[str, list[float]] = {"step with": [], "step without": [], "first with": [], "first without": []}
-    for turn in range(turns):
-        pair = [("with", with_it), ("without", without)]
-        for name, child in pair if turn % 2 else reversed(pair):
-            steps, firsts = child.turn()
-            found[f"step {name}"].append(statistics.median(steps))
-            found[f"first {name}"].append(statistics.median(firsts))
-    if "attached to the kvbus worker" not in with_it.log.read_text():
+    for turn in range(-1, turns):
+        prompt = json.dumps([[pick.randrange(3, 512) for _ in range(8)], STEPS])
+        steps = [each_once(children, prompt if number == 0 else "", number) for number in range(STEPS)][1:]
+        firsts = [
+            each_once(children, json.dumps([[pick.randrange(3, 512) for _ in range(PROMPT_TOKENS)], 1]), number)
+            for number in range(PROMPTS)
+        ]
+        if turn >= 0:
+            found.steps += steps
+            found.firsts += firsts
+    if "attached to the kvbus worker" not in children[0].log.read_text():
         raise SystemExit("the connector was not attached, so nothing was measured")
-    return found
 
 
-def summary(found: dict[str, list[float]]) -> dict[str, object]:
+def each_once(children: list[Child], line: str, number: int) -> list[float]:
+    """Have each take one step, one after the other; the seconds, in the order of the roles."""
+    took = [0.0] * len(children)
+    for place in range(len(children)):
+        at = (number + place) % len(children)
+        took[at] = children[at].step(line)
+    return took
+
+
+def summary(found: Found) -> dict[str, object]:
     """Return medians in milliseconds, and what the connector adds in percent."""
-    document: dict[str, object] = {
-        f"{name} ms": round(statistics.median(each) * 1e3, 3) for name, each in found.items()
-    }
-    for what in ("step", "first"):
-        pairs = zip(found[f"{what} with"], found[f"{what} without"], strict=True)
-        added = sorted((one / other - 1) * 100 for one, other in pairs)
-        quarter = len(added) // 4
-        document[f"{what} added %"] = round(statistics.median(added), 2)
-        document[f"{what} added % middle half"] = [round(added[quarter], 2), round(added[-1 - quarter], 2)]
+    document: dict[str, object] = {}
+    for what, rows in (("step", found.steps), ("first token", found.firsts)):
+        for role, column in zip(ROLES, zip(*rows, strict=True), strict=True):
+            document[f"{what} {role} ms"] = round(statistics.median(column) * 1e3, 3)
+        added = [(one / statistics.mean(others) - 1) * 100 for one, *others in rows]
+        differ = [(second / first - 1) * 100 for _, first, second in rows]
+        for name, percents in ((f"{what} added %", added), (f"{what} without by without %", differ)):
+            low, middle, high = statistics.quantiles(percents, n=4)
+            document[name] = round(middle, 2)
+            document[f"{name}, middle half"] = [round(low, 2), round(high, 2)]
     return document
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="What an idle connector costs vLLM.")
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often the engines are started anew")
+    parser.add_argument("--turns", type=int, default=TURNS, help="answers of each engine in a round")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -212,12 +238,12 @@ def main() -> int:
     if not PYTHON.is_file():
         print("nothing measured, since there is no .venv-vllm: make vllm installs it", file=sys.stderr)
         return 0
-    document = summary(asyncio.run(measure(given.model, given.turns)))
+    document = summary(asyncio.run(measure(given.model, given.rounds, given.turns)))
     if given.json:
         print(json.dumps(document))
     else:
         for name, value in document.items():
-            print(f"{name:>26}  {value}")
+            print(f"{name:>40}  {value}")
     return 0
 
 

@@ -60,10 +60,11 @@ def prompt(pick: random.Random, blocks: int) -> str:
     return "".join(pick.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(blocks * BLOCK_TOKENS + 3))
 
 
-async def one(publisher: Publisher, source: str, destination: str, text: str, counts: Counts) -> None:
+async def one(publisher: Publisher, pair: tuple[str, str], text: str, patience_s: float, counts: Counts) -> None:
     """Ask for one transfer, and again where a restart, a drain or load has refused it; count how it ended."""
+    source, destination = pair
     try:
-        staged = await publisher.stage(source=source, destination=destination, prompt=text, patience_s=PATIENCE_S)
+        staged = await publisher.stage(source=source, destination=destination, prompt=text, patience_s=patience_s)
     except BusError as error:
         counts.failed.append(f"{source} to {destination}: {error}")
         return
@@ -92,7 +93,7 @@ async def traffic(options: argparse.Namespace) -> Counts:
             if len(running) < RUNNING_MAX:
                 counts.asked += 1
                 text = prompt(pick, options.blocks)
-                task = asyncio.create_task(one(publisher, source, destination, text, counts))
+                task = asyncio.create_task(one(publisher, (source, destination), text, options.patience, counts))
                 running.add(task)
                 task.add_done_callback(running.discard)
             else:
@@ -110,6 +111,7 @@ def main() -> int:
     parser.add_argument("--pairs", required=True, metavar="A:B,B:A", help="source and destination, in turn")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--blocks", type=int, default=24, help="whole blocks of each prompt")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a request and its repeats")
     parser.add_argument("--name", default="", help="the requester's name")
     counts = asyncio.run(traffic(parser.parse_args()))
     sys.stdout.write(json.dumps(counts.document()) + "\n")

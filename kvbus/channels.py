@@ -92,6 +92,7 @@ _DECISIONS = (
     events.MadeVisible,
     events.SettleVoided,
     events.CancelDecided,
+    events.EventsBatch,
 )
 _BLOCKS = (events.BlocksChanged, events.BlocksUnseen)
 _MEMBERS_AND_FOLLOWERS = (Party.MEMBER, Party.FOLLOWER)

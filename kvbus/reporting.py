@@ -69,9 +69,10 @@ class OutcomeFixed(Body):
 
 
 class EventsBatch(Body):
-    """Events of one member's facts that left together, each as its own bytes; readers see them one by one (`split`).
+    """Events of one member that left together, each as its own bytes; readers see them one by one (`split`).
 
-    Its header is that of the last of them but for kind and time.
+    They are facts, or decisions of an instance that has one member. Its header is that of the last of them but for kind
+    and time.
     """
 
     KIND = "batch"

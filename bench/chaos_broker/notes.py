@@ -24,19 +24,19 @@ class Notes:
     @classmethod
     def read(cls, path: Path) -> "Notes":
         """Return what the workers of a row noted so far."""
-        notes, waiting = cls(), dict[str, list[tuple[int, str]]]()
+        notes, waiting = cls(), dict[tuple[str, str], list[tuple[int, str]]]()
         for sign, at, what in _lines(path):
             if sign in "TV":
                 (notes.tried if sign == "T" else notes.refused).add(what)
                 continue
             speaker, _, sequence = what.rpartition(".")
-            own = waiting.setdefault(speaker, [])
-            if sign == "S":
+            own = waiting.setdefault((speaker, "facts" if sign in "SA" else "decisions"), [])
+            if sign in "SD":
                 notes.said[what] = at
                 own.append((int(sequence), what))
             elif (
                 what in notes.said
-            ):  # a recorder's: they leave in their order, several in one message under its last id
+            ):  # a recorder's: those of one stream leave in their order, several in one message under its last id
                 taken = bisect_right(own, (int(sequence), what))
                 notes.confirmed.update(dict.fromkeys((event_id for _, event_id in own[:taken]), at))
                 del own[:taken]

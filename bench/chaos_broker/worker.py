@@ -1,8 +1,8 @@
 """`kvbus worker` as it is, with three things beside it: its own notes of what it says, a clock to be moved, a plant.
 
-The notes go to a file of lines: each event that the recorder takes (S), each try to store a message (T), each that a
-stream confirmed (A), each request that was not taken on (V), with the time on the clock that all processes of a host
-share. They are evidence that no bus carries.
+The notes go to a file of lines: each event that the recorder takes (S, a decision D), each try to store a message (T),
+each that a stream confirmed (A, the settle log's C), each request that was not taken on (V), with the time on the clock
+that all processes of a host share. They are evidence that no bus carries.
 """
 
 import mmap
@@ -16,11 +16,13 @@ from bench.chaos_broker.plants import sow
 from kvbus.bus import NatsBus
 from kvbus.cli import main as kvbus
 from kvbus.events import TransferRequested, TransferVerdict
+from kvbus.roles.lane import Lane
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.results import Results
 from kvbus.transport import Stored
 
 NOTES, CLOCK, PLANT = "CHAOS_NOTES", "CHAOS_CLOCK", "CHAOS_PLANT"
+_SETTLE = ".settle."
 OFFSET = struct.Struct("<q")
 
 
@@ -51,15 +53,15 @@ def _take_notes(path: Path) -> None:
     def note(sign: str, what: str) -> None:
         os.write(notes, f"{sign} {time.monotonic_ns()} {what}\n".encode())
 
-    def noted(self: Recorder, *event: object, **rest: object) -> None:
-        put(self, *event, **rest)
-        note("S", f"{self._speaker}.{self._sequence}")
+    def noted(self: Recorder, lane: Lane, *event: object, **rest: object) -> None:
+        put(self, lane, *event, **rest)
+        note("D" if _SETTLE in lane.subject else "S", f"{self._speaker}.{self._sequence}")
 
     async def stored(self: NatsBus, subject: str, data: bytes, *, message_id: str, **rest: object) -> object:
         note("T", message_id)
         answer = await store(self, subject, data, message_id=message_id, **rest)
         if isinstance(answer, Stored):
-            note("A", message_id)
+            note("C" if _SETTLE in subject else "A", message_id)
         return answer
 
     async def told(self: Results, request: TransferRequested, verdict: TransferVerdict) -> None:

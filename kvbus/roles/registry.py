@@ -146,7 +146,8 @@ def _stands_under(key: str, header: Header, instance: str) -> bool:
 async def registered(bus: Bus, instance: str, fingerprint: str) -> Registered | str:
     """Return the member of an instance whose pages have this layout, so those of one rank; any, where none has.
 
-    A sentence where nobody is registered, or the registry cannot be asked.
+    A sentence where nobody is registered, or the registry cannot be asked; and where the one with this layout may be
+    the one that is missing: another rank would refuse for good what passes as soon as that one is back.
     """
     try:
         members = await lookup(bus, instance)
@@ -154,7 +155,11 @@ async def registered(bus: Bus, instance: str, fingerprint: str) -> Registered | 
         return f"bus_unavailable: {error}"
     if not members:
         return f"no instance {instance!r} is registered: is its worker running?"
-    return next((one for one in members if one.record.fingerprint == fingerprint), members[0])
+    found = next((one for one in members if one.record.fingerprint == fingerprint), None)
+    ranks = members[0].record.ranks
+    if found is None and len(members) < ranks:
+        return f"no instance {instance!r} with pages of this rank: {len(members)} of its {ranks} members are registered"
+    return found or members[0]
 
 
 class Sources:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvbus.errors import BusError, PeerError
-from kvbus.events import Header, decode, encode
+from kvbus.events import Header, decode, decode_all, encode
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.shares import TERM_MAX, Heard
 from kvbus.roles.decisions import body_of, decision_of
@@ -84,14 +84,15 @@ class SettleLog:
         """Apply what the log says behind what was applied last: by live repeats where they follow, else by reading."""
         while self._live:
             delivery = self._live.popleft()
-            decision = self._decision_in(delivery)
+            decisions = self._decisions_in(delivery)
             if delivery.sequence > self.sequence and delivery.last_on_subject == self.sequence:
                 self._stands_at(delivery)
-                self._hear_all([decision])
+                self._hear_all(decisions)
             elif delivery.sequence > self.sequence:
                 self.behind = True
-            elif decision is not None:
-                self.told_of(decision.term, decision.n)
+            else:
+                for decision in decisions:
+                    self.told_of(decision.term, decision.n)
         if not self.behind:
             return
         if not self._began:
@@ -109,10 +110,10 @@ class SettleLog:
     async def _begin(self) -> None:
         """Stand behind the newest message: a log of days is not read for what was over before this run began."""
         newest = await self._bus.last(self._subject)
-        decision = self._decision_in(newest) if newest is not None else None
-        if newest is not None and decision is not None:
+        decisions = self._decisions_in(newest) if newest is not None else []
+        if newest is not None and decisions:
             writer = decode(newest.data).header
-            self._join(decision, (writer.m, writer.e))
+            self._join(decisions[-1], (writer.m, writer.e))
             self._stands_at(newest)
 
     async def _read_on(self) -> bool:
@@ -122,16 +123,15 @@ class SettleLog:
             deliveries = await self._bus.history(self._subject, after_sequence=self.sequence, most=READ_MOST)
             for delivery in deliveries:
                 self._stands_at(delivery)
-                gap |= self._hear_all([self._decision_in(delivery)])
+                gap |= self._hear_all(self._decisions_in(delivery))
             if len(deliveries) < READ_MOST:
                 return gap
 
-    def _hear_all(self, decisions: Iterable[Decision | None]) -> bool:
+    def _hear_all(self, decisions: Iterable[Decision]) -> bool:
         """Apply decisions in order; True where some are missing before one of them."""
         gap = False
         for decision in decisions:
-            if decision is not None:
-                gap |= self._hear(decision) is Heard.GAP
+            gap |= self._hear(decision) is Heard.GAP
         return gap
 
     # ------------------------------------------------------------------------------------------------------ appending
@@ -196,15 +196,21 @@ class SettleLog:
     def _stands_at(self, delivery: Delivery) -> None:
         self.sequence, self._newest_id = delivery.sequence, self._id_of(delivery)
 
-    def _decision_in(self, delivery: Delivery) -> Decision | None:
-        """Return the decision in a message; None for what is none, or cannot be read: that is counted."""
-        try:
-            decision = decision_of(decode(delivery.data))
-        except PeerError as error:
-            log.warning("message %d of the settle log is unreadable: %s", delivery.sequence, error)
-            decision = None
-        self.malformed += decision is None
-        return decision
+    def _decisions_in(self, delivery: Delivery) -> list[Decision]:
+        """Return the decisions in a message; what is none, or cannot be read, is counted.
+
+        A batch of several is from a time when the instance had one member.
+        """
+        found: list[Decision] = []
+        for event in decode_all(delivery.data):
+            decision = None if isinstance(event, PeerError) else decision_of(event)
+            if decision is not None:
+                found.append(decision)
+                continue
+            self.malformed += 1
+            what = event if isinstance(event, PeerError) else event.header.k
+            log.warning("message %d of the settle log holds what is no decision: %s", delivery.sequence, what)
+        return found
 
     def _id_of(self, delivery: Delivery) -> str:
         try:

@@ -6,21 +6,24 @@ were free when the cluster was made.
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import AssetLimits
-from kvbus.errors import BusError
+from kvbus.errors import BusError, ConfigError
 
 NODES = 3
 CALL_S = 5.0
+PORT_FIRST, PORT_LAST = 10_000, 65_535
+"""Above the ports that services are known by."""
 LAME_DUCK_S = 30
 """The shortest that nats-server takes; a node with few clients has let go of them, and ends, much sooner."""
 
@@ -88,12 +91,25 @@ def signal_process(pid: int, number: signal.Signals) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports of loopback that nobody listens on now, all of them different."""
+    """Return so many ports of loopback that nobody listens on now, all of them different.
+
+    They lie below those that the system gives out by itself, so that none of them becomes somebody else's by chance
+    until it is used, or while whoever listened on it is away.
+    """
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(PORT_FIRST, given_out) if given_out > 2 * PORT_FIRST else range(PORT_FIRST, PORT_LAST)
+    free: list[int] = []
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for port in random.SystemRandom().sample(below, len(below)):
+            if len(free) == count:
+                break
+            one = held.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                free.append(port)
+    if len(free) < count:
+        raise ConfigError("so many ports of loopback are not free", wanted=count, free=len(free))
+    return free
 
 
 @asynccontextmanager

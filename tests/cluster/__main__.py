@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.cluster.actors import Actors
+from tests.cluster.configs import config_troubles
 from tests.cluster.files import make_model
 from tests.cluster.page import PAGE, page, write_trail
 from tests.cluster.stack import FAKETIME, ROOT, Stack, StackError, build, engine_trouble, stack
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if trouble := engine_trouble():
         sys.stderr.write(f"cluster: SKIPPED, {trouble}; install Docker with its compose plugin\n")
         return 1 if os.environ.get("CI") else EXIT_ABSENT
+    if troubles := config_troubles():
+        sys.stderr.write("".join(f"cluster: {trouble}\n" for trouble in troubles))
+        return 1
     screen = Console(stderr=True, quiet=options.json)
     if not Path(FAKETIME).exists() and not os.environ.get("CI"):
         screen.print(f"cluster: there is no {FAKETIME} (package libfaketime): nobody's clock is set")

@@ -1,6 +1,7 @@
 """What every story does: ask for transfers, count how they end, compare answers, await that all came home, audit."""
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,9 @@ from tests.cluster.stack import COMMAND_S, Document, Stack, StackError, document
 from tests.cluster.table import Row
 from tests.waiting import wait_until
 
-BLOCK = ToyOptions().block_tokens
+WHOLE = ToyOptions()
+"""The engine of an instance with one rank."""
+BLOCK = WHOLE.block_tokens
 ANSWER_TOKENS = 4
 """As many as inside.py asks for."""
 HEALTHY_S = 60.0
@@ -37,6 +40,8 @@ RAN_ANEW = "has run anew since"
 """The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
 NEVER_BEGAN = "never_began"
 """Evidence of a kind too: a request that was refused has lent nothing."""
+PAUSE_S = 0.2
+"""Between two looks at a container: what is awaited here takes seconds."""
 MOVING_S = 30.0
 """From the request to the first moved page: the source computes the prompt first."""
 
@@ -47,9 +52,9 @@ def prompt(blocks: int) -> str:
     return "".join(pick.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(blocks * BLOCK + 3))
 
 
-def expected(text: str) -> list[int]:
+def expected(text: str, options: ToyOptions) -> list[int]:
     """Return the tokens that follow, computed here by an engine that never saw a page."""
-    engine = ToyEngine(ToyOptions())
+    engine = ToyEngine(options)
     run = engine.resume(engine.tokenize(text), [], lambda: False)
     return [token for _ in range(ANSWER_TOKENS) if (token := run.next_token()) is not None]
 
@@ -172,11 +177,11 @@ class Actors:
 
     # ------------------------------------------------------------------------------------------------------- answers
 
-    def compare(self, service: str, text: str, *, from_pages: bool) -> None:
-        """Ask an instance about a prompt, and compare its answer with the engine's own."""
+    def compare(self, service: str, text: str, *, from_pages: bool, options: ToyOptions = WHOLE) -> None:
+        """Ask a worker about a prompt, and compare its answer with the engine's own; `options` name its rank."""
         answer = self.stack.ask(service, "answer", text)
         self.row.answers += 1
-        self.row.wrong += answer["tokens"] != expected(text)
+        self.row.wrong += answer["tokens"] != expected(text, options)
         if from_pages:
             held = answer["cached_tokens"]
             self.row.check(held, f"{service} answered without a page, although its transfer had settled")
@@ -236,12 +241,17 @@ class Actors:
 
     @staticmethod
     def until(holds: Callable[[], object], wait_s: float, what: str) -> None:
-        """As `wait_until`, but a container that does not answer yet is no end of the waiting."""
+        """As `wait_until`, but a container that does not answer yet is no end of the waiting.
+
+        Each look starts a process or two, so there is a pause between them: containers want the processor too.
+        """
+        never_set = threading.Event()
 
         def asked() -> object:
             try:
-                return holds()
+                answer = holds()
             except StackError:
-                return False
+                answer = False
+            return answer or never_set.wait(PAUSE_S)
 
         wait_until(asked, wait_s, what)

@@ -173,14 +173,20 @@ def make_model() -> None:
         file.chmod(0o644)  # the image's user is another one than ours
 
 
-def _end_of_traffic(actors: Actors, service: str) -> dict[str, Any]:
-    """Tell steady traffic to stop, and count what it did; compare answers for some of what settled."""
+def count_traffic(actors: Actors, service: str) -> dict[str, Any]:
+    """Tell steady traffic to stop, and count what it did."""
     actors.stack.fault("stop", service)
     told: dict[str, Any] = json.loads(actors.stack.said(service).strip().splitlines()[-1])
     actors.row.transfers += told["asked"]
     actors.row.settled += told["settled"]
     actors.row.lost += len(told["failed"])
     actors.row.problems += told["failed"][:FAILURES_TOLD]
+    return told
+
+
+def _end_of_traffic(actors: Actors, service: str) -> dict[str, Any]:
+    """Tell steady traffic to stop, and count what it did; compare answers for some of what settled."""
+    told = count_traffic(actors, service)
     for destination, text in told["sample"]:
         actors.compare(destination, text, from_pages=False)
     return told

@@ -79,6 +79,12 @@ class Stack:
         """Run one word of compose and return what it says; StackError if it fails."""
         return run(self.command(*words), wait_s)
 
+    def config(self, *profiles: str) -> Document:
+        """Return the file as compose resolves it, with these profiles; StackError where it takes offence at it."""
+        asked = [part for profile in profiles for part in ("--profile", profile)]
+        found: Document = json.loads(self.compose(*asked, "config", "--format", "json"))
+        return found
+
     def container(self, service: str) -> str:
         """Return the container's name."""
         return f"{self.project}-{service}-1"

@@ -1,6 +1,6 @@
 """All stories, in the order in which they are played: those that share containers stand together."""
 
-from tests.cluster import brokers, files, hosts, requesters, workers
+from tests.cluster import brokers, files, hosts, members, requesters, workers
 from tests.cluster.story import Story
 
 QUIET = ("traffic",)
@@ -33,6 +33,7 @@ STORIES = (
     Story("broker-failover", "leader cut off", brokers.leader_cut_off),
     Story("slow-peer", "none", files.slow_peer, workers=("a", "b", "slow")),
     Story("rolling-restart", "each worker restarted", files.rolling_restart, workers=("a", "b", "c"), quick=True),
+    Story("members", "each member restarted", members.rolling_restart, workers=("a0", "a1", "b0", "b1")),
     Story("drain", "none", files.drain, workers=("a", "c")),
     Story("auth", "none", files.auth),
     Story("cluster", "none", files.cluster, workers=("a", "b", "c", "d")),

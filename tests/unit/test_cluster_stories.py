@@ -4,13 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.cluster.configs import config_troubles, grafana_troubles, has_compose
 from tests.cluster.page import LINES_MAX, PAGE, page, write_trail
 from tests.cluster.stack import OVERLAYS
 from tests.cluster.stories import STORIES
@@ -76,6 +79,53 @@ def test_an_overlay_changes_services_and_volumes_that_its_file_has_and_mounts_wh
         for volume in one.get("volumes", []):
             source = volume.split(":")[0]
             assert source in base["volumes"] or source.startswith("$") or (ROOT / "compose" / source).is_file(), source
+
+
+def test_compose_takes_every_file_with_all_its_profiles_and_finds_grafanas_part_whole() -> None:
+    if not has_compose():
+        pytest.skip("there is no docker compose here; `make cluster` asks it")
+    assert config_troubles() == []
+
+
+def grafanas_part(folder: Path) -> dict[str, Any]:
+    """What compose makes of Grafana's part, less what nobody looks at."""
+    places = {
+        "datasource.yaml": "/etc/grafana/provisioning/datasources/kvbus.yaml",
+        "dashboards.yaml": "/etc/grafana/provisioning/dashboards/kvbus.yaml",
+        "kvbus.json": "/var/lib/grafana/dashboards/kvbus.json",
+    }
+    for name in places:
+        (folder / name).write_text((ROOT / "compose" / "grafana" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    mounts = [{"type": "bind", "source": str(folder / name), "target": target} for name, target in places.items()]
+    ports = [{"host_ip": "127.0.0.1", "target": 3000, "published": "3000"}]
+    grafana = {"volumes": mounts, "ports": ports, "depends_on": {"prometheus": {}}}
+    return {"services": {"prometheus": {}, "grafana": grafana}}
+
+
+def test_grafanas_part_as_it_must_be_is_no_trouble(tmp_path: Path) -> None:
+    assert not list(grafana_troubles(grafanas_part(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda part, _: part["services"].pop("grafana"), "starts no grafana"),
+        (lambda part, _: part["services"].pop("prometheus"), "reads from http://prometheus:9090"),
+        (lambda part, _: part["services"]["grafana"].pop("depends_on"), "does not wait for a service of that name"),
+        (lambda part, _: part["services"]["grafana"]["ports"][0].pop("host_ip"), "expected one on 127.0.0.1 alone"),
+        (lambda part, _: part["services"]["grafana"]["volumes"].pop(0), "nothing is mounted below"),
+        (lambda part, _: part["services"]["grafana"]["volumes"].pop(1), "no dashboard is mounted where"),
+        (lambda part, _: part["services"]["grafana"]["volumes"].pop(2), "no dashboard is mounted where"),
+        (lambda _, folder: (folder / "kvbus.json").unlink(), "is no file"),
+    ],
+)
+def test_whatever_is_wrong_with_grafanas_part_is_told(
+    tmp_path: Path, spoil: Callable[[dict[str, Any], Path], object], told: str
+) -> None:
+    part = grafanas_part(tmp_path)
+    spoil(part, tmp_path)
+
+    assert any(told in trouble for trouble in grafana_troubles(part))
 
 
 def test_the_page_tells_stories_that_are_played_and_all_of_them_ended_clean() -> None:

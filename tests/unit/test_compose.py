@@ -27,7 +27,7 @@ OURS = {"kvbus", "kvbus-transformers"}
 """What the targets of the Dockerfile are called."""
 BASES = {"python:3.11-slim-bookworm", "nats:2.12-alpine", "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"}
 TOLD = {
-    *("auth", "broker-failover", "cluster", "drain", "partition", "quickstart"),
+    *("auth", "broker-failover", "cluster", "drain", "members", "partition", "quickstart"),
     *("rolling-restart", "slow-peer", "transformers"),
 }
 TARGETS = ("kvbus", "transformers")

@@ -10,6 +10,7 @@ from kvbus.errors import BusError
 from kvbus.events import FactsSeen, Header, TransferStep, column, decode, decode_all, encode, from_column
 from kvbus.ledger.facts import FactDetail, FailureClass, GrantedRow, LeaseFacts
 from kvbus.parts import FactDetailRow
+from kvbus.roles import lane
 from kvbus.roles import recorder as recording
 from kvbus.roles.collapsing import newest_lines
 from kvbus.roles.recorder import Recorder
@@ -110,12 +111,12 @@ async def test_a_full_outbox_collapses_and_what_is_stored_says_all_that_was_know
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recording, "OUTBOX_LENGTH_MAX_BYTES", SMALL_BYTES)
-    monkeypatch.setattr(recording, "COLLAPSE_LENGTH_BYTES", SMALL_BYTES // 4)
+    monkeypatch.setattr(lane, "COLLAPSE_LENGTH_BYTES", SMALL_BYTES // 4)
     bus = Away(MemoryBroker())
     recorder = Recorder(bus=bus, topics=TOPICS, instance="a", member="m0", epoch=1, unix_ns=time.time_ns)
     running = asyncio.create_task(recorder.run())
     recorder.facts(batch(1, 1))
-    await until(lambda: recorder._leaving == 1)  # under way, and stored without a word
+    await until(lambda: recorder._facts.leaving == 1)  # under way, and stored without a word
     told: dict[int, int] = {}
     for turn in range(1, 201):
         for ticket in range(1, 11):
@@ -126,7 +127,7 @@ async def test_a_full_outbox_collapses_and_what_is_stored_says_all_that_was_know
             told[ticket] = turn
     assert recorder.dropped == 0
     assert recorder.collapsed > 1_000
-    assert recorder.queued_bytes == sum(len(one.data) for one in recorder._queue) <= SMALL_BYTES
+    assert recorder.queued_bytes == sum(len(one.data) for one in recorder._facts.queue) <= SMALL_BYTES
     bus.there.set()
     assert await recorder.flush(20)
     stored = [event for one in await bus.history(TOPICS.facts("a")) for event in decode_all(one.data)]
@@ -154,7 +155,7 @@ async def test_an_outbox_that_is_full_of_what_cannot_collapse_drops_and_counts(m
     recorder = Recorder(bus=bus, topics=TOPICS, instance="a", member="m0", epoch=1, unix_ns=time.time_ns)
     for number in range(1_000):
         recorder.event(TransferStep(transfer="t", request_hash="0" * 32, step="x", text=f"{number}"))
-    kept = len(recorder._queue)
+    kept = recorder.queued_events
     assert recorder.dropped == 1_000 - kept > 0
     assert recorder.collapsed == 0
     assert recorder.queued_bytes <= SMALL_BYTES

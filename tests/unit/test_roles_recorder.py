@@ -10,7 +10,8 @@ from kvbus.errors import BusError
 from kvbus.events import Event, EventsBatch, FactsSeen, Header, TransferStep, decode, decode_all, encode, split
 from kvbus.ledger.agreement import Decision, Party
 from kvbus.ledger.facts import AttemptRow, FactDetail, FailureClass, GrantedRow, LeaseFacts, OutcomeRow
-from kvbus.roles.recorder import BATCH_LENGTH_MAX_BYTES, Recorder
+from kvbus.roles.lane import BATCH_LENGTH_MAX_BYTES
+from kvbus.roles.recorder import Recorder
 from kvbus.subscriber import Seen, Subscriber
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Topics
@@ -105,18 +106,19 @@ async def test_one_event_alone_is_no_batch() -> None:
     assert isinstance(decode(message.data).body, TransferStep)
 
 
-async def test_decisions_keep_their_place_between_facts() -> None:
+async def test_decisions_that_gathered_leave_as_one_message_and_are_read_one_by_one_in_their_place() -> None:
     recorded = Recorded()
     for number in range(3):
         recorded.recorder.event(step(2 * number))
         recorded.recorder.event(step(2 * number + 1))
         recorded.recorder.decision(decision(number + 1))
     async with recorded.stored():
-        subjects = [subject for subject, *_ in recorded.bus.given]
-        settled = await recorded.messages(TOPICS.settle("a"))
+        (settled,) = await recorded.messages(TOPICS.settle("a"))
+        events = await recorded.events()
 
-    assert subjects == [TOPICS.facts("a"), TOPICS.settle("a")] * 3
-    assert [decode(message.data).header.k for message in settled] == ["open"] * 3
+    assert decode(settled.data).header.event_id == "a.m0.7.9"
+    assert [event.header.s for event in events] == list(range(1, 10))
+    assert [event.header.k for event in events] == ["transfer_step", "transfer_step", "open"] * 3
 
 
 async def test_a_batch_whose_ack_was_lost_is_sent_again_as_it_was_whatever_came_meanwhile() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from kvbus.errors import ConfigError
 from kvbus.events import Header, HeartbeatSeen, InstanceRecord, encode
+from kvbus.handles import Verdict
 from kvbus.names import EPOCH_COUNTER_MAX, epoch_counter, epoch_from
+from kvbus.patience import may_pass
 from kvbus.processes import identity
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import REMEMBERED_S, Presence, Registered, Sources, lookup, next_epoch, registry_key
@@ -39,16 +41,21 @@ def connect() -> CountingBus:
     return CountingBus(MemoryBroker())
 
 
-def record() -> InstanceRecord:
+def record(fingerprint: str = "f", ranks: int = 1) -> InstanceRecord:
     return InstanceRecord(
-        verify_key=b"k" * 32, fingerprint="f", model="toy", engine="toy", block_tokens=32, ranks=1, page_bytes=64,
-        pages=8, process=identity(), transports=("memory",), version="0",
+        verify_key=b"k" * 32, fingerprint=fingerprint, model="toy", engine="toy", block_tokens=32, ranks=ranks,
+        page_bytes=64, pages=8, process=identity(), transports=("memory",), version="0",
     )  # fmt: skip
 
 
 async def register(bus: MemoryBus, epoch: int) -> None:
     header = Header(k=InstanceRecord.KIND, i="a", m="m0", e=epoch, s=1, t=1)
     await bus.put(BUCKET_INSTANCES, KEY, encode(header, record()))
+
+
+async def register_rank(bus: MemoryBus, member: str, fingerprint: str) -> None:
+    header = Header(k=InstanceRecord.KIND, i="a", m=member, e=epoch_from(1, 1), s=1, t=1)
+    await bus.put(BUCKET_INSTANCES, registry_key("a", member), encode(header, record(fingerprint, ranks=2)))
 
 
 def presence(bus: MemoryBus, epoch: int) -> Presence:
@@ -102,6 +109,29 @@ async def test_that_nobody_is_there_is_not_remembered() -> None:
     assert "no instance 'a' is registered" in str(await sources.find("a", "f"))
     await register(bus, epoch_from(1, 1))
     assert isinstance(await sources.find("a", "f"), Registered)
+
+
+async def test_while_a_rank_is_missing_nobody_is_sent_to_another_rank_which_would_refuse_for_good() -> None:
+    bus = connect()
+    sources = Sources(bus, lambda: 0.0)
+    await register_rank(bus, "m1", "of rank 1")
+
+    missing = await sources.find("a", "of rank 0")
+
+    assert "1 of its 2 members are registered" in str(missing)
+    assert may_pass(Verdict("refused", str(missing)), None)
+    assert getattr(await sources.find("a", "of rank 1"), "member", "") == "m1"
+    await register_rank(bus, "m0", "of rank 0")
+    assert getattr(await sources.find("a", "of rank 0"), "member", "") == "m0"
+
+
+async def test_an_instance_that_is_whole_and_has_no_such_pages_is_asked_and_says_so_itself() -> None:
+    bus = connect()
+    sources = Sources(bus, lambda: 0.0)
+    for rank in range(2):
+        await register_rank(bus, f"m{rank}", f"of rank {rank}")
+
+    assert isinstance(await sources.find("a", "of another model"), Registered)
 
 
 async def test_one_who_stops_waiting_does_not_stop_the_others() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvbus.errors import PeerError
-from kvbus.events import Event, decode
+from kvbus.events import Event, decode, decode_all
 from kvbus.testing.sim.broker import Listener, SimBroker, Waiting
 from kvbus.testing.sim.bus import SimBus
 from kvbus.testing.sim.loop import Actor, SimLoop
@@ -89,9 +89,7 @@ class GatedBroker(SimBroker):
         """See `SimBroker`; decisions are kept, for the scripts."""
         stored = super().store(subject, data, *rest, **more)
         if isinstance(stored, Stored) and not stored.duplicate and self.topics.parse(subject).family is Family.SETTLE:
-            event = _event(data)
-            if event is not None:
-                self.decisions.append(event)
+            self.decisions += [event for event in decode_all(data) if isinstance(event, Event)]
         return stored
 
     def forget_last(self, instance: str) -> None:
