@@ -2,7 +2,9 @@
 
 One broker, a requester (this process), a source and a destination, each a process with a toy engine; beside them the
 raw client (nats-py) with the same hops on the same broker, in turns, so that a noisy neighbour disturbs both. `held`
-transfers find all blocks at the destination; `leased` ones lease, ask, read one page of 1 KiB, settle and return.
+transfers find all blocks at the destination; `leased` ones lease, ask, read one page of 1 KiB, settle and return. The
+raw client asks its source each time, and awaits that its fact is stored before it tells the result: a held transfer
+does neither, so only the leased one goes the same way.
 Prints medians, the 99th percentile, the spread over the rounds (highest less lowest median), and ratios within each
 round. `--json` prints one document.
 """

@@ -16,16 +16,18 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbus.errors import BusError
+from kvbus.errors import KvbusError
 from kvbus.publisher import Publisher
 
 BLOCK_TOKENS = 32
 """Of the toy engine: a token is a letter."""
 PATIENCE_S = 60.0
 """For one request, with all its repeats: an instance that is restarted is back within seconds."""
+FAILURES_KEPT = 100
 KEPT = 6
 """Prompts that settled last, for whoever compares answers."""
 RUNNING_MAX = 256
@@ -37,19 +39,28 @@ class Counts:
     """What became of the requests; `repeats` are tries beyond the first."""
 
     asked: int = 0
+    took_s: float = 0.0
     settled: int = 0
     repeats: int = 0
-    failed: list[str] = field(default_factory=list)
+    failed: int = 0
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
     skipped: int = 0
     sample: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def fail(self, how: str) -> None:
+        """Count one that did not settle."""
+        self.failed += 1
+        self.failures.append(how)
 
     def document(self) -> dict[str, object]:
         """Return all of it for programs."""
         return {
             "asked": self.asked,
+            "took_s": round(self.took_s, 1),
             "settled": self.settled,
             "repeats": self.repeats,
             "failed": self.failed,
+            "failures": list(self.failures),
             "skipped": self.skipped,
             "sample": list(self.sample),
         }
@@ -65,8 +76,8 @@ async def one(publisher: Publisher, pair: tuple[str, str], text: str, patience_s
     source, destination = pair
     try:
         staged = await publisher.stage(source=source, destination=destination, prompt=text, patience_s=patience_s)
-    except BusError as error:
-        counts.failed.append(f"{source} to {destination}: {error}")
+    except KvbusError as error:
+        counts.fail(f"{source} to {destination}: {error}")
         return
     counts.repeats += staged.tries - 1
     outcome = staged.outcome
@@ -76,7 +87,7 @@ async def one(publisher: Publisher, pair: tuple[str, str], text: str, patience_s
         counts.settled += 1
         counts.sample.append((destination, text))
     else:
-        counts.failed.append(f"{source} to {destination}: {told}")
+        counts.fail(f"{source} to {destination}: {told}")
     sys.stdout.write(f"{source} to {destination}: {told}, asked {staged.tries} times\n")
     sys.stdout.flush()
 
@@ -88,6 +99,7 @@ async def traffic(options: argparse.Namespace) -> Counts:
     pick = random.SystemRandom()
     pairs = itertools.cycle(pair.split(":") for pair in options.pairs.split(","))
     async with Publisher(os.environ.get("KVBUS_NATS_URL"), requester=options.name or None) as publisher:
+        began = time.monotonic()
         while not stop.is_set():
             source, destination = next(pairs)
             if len(running) < RUNNING_MAX:
@@ -101,7 +113,8 @@ async def traffic(options: argparse.Namespace) -> Counts:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1 / options.rate):
                     await stop.wait()
-        await asyncio.gather(*running)
+        counts.took_s = time.monotonic() - began
+        await asyncio.gather(*running, return_exceptions=True)  # what is not counted settled was lost
     return counts
 
 
@@ -115,7 +128,7 @@ def main() -> int:
     parser.add_argument("--name", default="", help="the requester's name")
     counts = asyncio.run(traffic(parser.parse_args()))
     sys.stdout.write(json.dumps(counts.document()) + "\n")
-    return 1 if counts.failed else 0
+    return 0 if counts.settled == counts.asked else 1
 
 
 if __name__ == "__main__":

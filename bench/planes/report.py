@@ -75,7 +75,7 @@ def targets(cases: list[dict[str, object]]) -> list[dict[str, object]]:
             note(f"{text}: speed, NIXL = 1", nixl["p50_ms"] / kvbus["p50_ms"], AHEAD_OF_NIXL[size])
             note(f"{text}: CPU per GiB, NIXL = 1", kvbus["cpu_s_per_gib"] / nixl["cpu_s_per_gib"], 1.0, at_most=True)
         if mooncake := rows.get("mooncake"):
-            note(f"{text}: speed, Mooncake = 1", mooncake["p50_ms"] / kvbus["p50_ms"], AHEAD_OF_MOONCAKE)
+            note(f"{text}: speed, Mooncake over TCP = 1", mooncake["p50_ms"] / kvbus["p50_ms"], AHEAD_OF_MOONCAKE)
     if by_tcp := largest.get(2 * MIB, {}).get("kvbus-ucx-tcp"):
         note("2 MiB: kvbus over UCX-TCP, GB/s", by_tcp["gb_s"], UCX_TCP_GB_S)
     for case in cases:

@@ -177,14 +177,18 @@ class Actors:
 
     # ------------------------------------------------------------------------------------------------------- answers
 
-    def compare(self, service: str, text: str, *, from_pages: bool, options: ToyOptions = WHOLE) -> None:
-        """Ask a worker about a prompt, and compare its answer with the engine's own; `options` name its rank."""
+    def compare(self, service: str, text: str, *, from_pages: bool, options: ToyOptions = WHOLE) -> int:
+        """Ask a worker about a prompt, and compare its answer with the engine's own; `options` name its rank.
+
+        Returns how many of the prompt's tokens came from pages.
+        """
         answer = self.stack.ask(service, "answer", text)
         self.row.answers += 1
         self.row.wrong += answer["tokens"] != expected(text, options)
+        held = int(answer["cached_tokens"])
         if from_pages:
-            held = answer["cached_tokens"]
             self.row.check(held, f"{service} answered without a page, although its transfer had settled")
+        return held
 
     # ------------------------------------------------------------------------------------------------------- waiting
 
@@ -250,7 +254,7 @@ class Actors:
         def asked() -> object:
             try:
                 answer = holds()
-            except StackError:
+            except (StackError, OSError, LookupError):  # nobody listens yet, or an election goes on
                 answer = False
             return answer or never_set.wait(PAUSE_S)
 

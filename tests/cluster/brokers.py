@@ -5,7 +5,7 @@ from functools import partial
 
 from tests.cluster.actors import Actors, prompt
 from tests.cluster.stack import Document
-from tests.cluster.story import BLOCKS, hold
+from tests.cluster.story import BLOCKS, SLOW_BLOCKS, hold
 
 NODES = ("nats-1", "nats-2", "nats-3")
 QUEUE = "KVB_TRANSFER"
@@ -17,16 +17,23 @@ FILLER = "/data/filler"
 
 
 def _of_the_leader(fault: Callable[[Actors, str], Callable[[], None]]) -> Callable[[Actors], None]:
-    """Return the story of a fault that meets the broker which leads the work queue while transfers are asked for."""
+    """Return the story of a fault that meets the broker which leads the work queue while pages move."""
 
     def play(actors: Actors) -> None:
-        """The broker that leads the work queue fails while transfers are asked for, and comes back later."""
+        """The broker that leads the work queue fails while pages move and others ask, and comes back later."""
         actors.until_healthy(["a", "b"])
         texts = [prompt(BLOCKS) for _ in range(3)]
         actors.transfer("a", "b", texts[0])
         leader = _leader(actors, QUEUE)
-        asked = [actors.ask("a", "b", text) for text in texts[1:]]
+        texts.append(prompt(SLOW_BLOCKS))
+        before = actors.orders("b")
+        moving = actors.ask("a", "b", texts[-1])
+        actors.until_moving("b", before)
+        asked = [actors.ask("a", "b", text) for text in texts[1:-1]]
         mend = fault(actors, leader)
+        known = len(actors.row.ids)
+        actors.await_end(moving)
+        actors.row.shown = next(iter(actors.row.ids[known:]), "")
         for one in asked:
             actors.await_end(one)
         actors.until(lambda: _leader(actors, QUEUE, but=leader) != leader, ELECTED_S, "another broker leads")

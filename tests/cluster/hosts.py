@@ -20,6 +20,7 @@ def packets_lost(actors: Actors) -> None:
     for text in texts:
         actors.transfer("a", "b", text)
         actors.compare("b", text, from_pages=False)
+    actors.row.check(actors.row.settled, "no transfer settled while packets were lost")
     for service in ("a", "b"):
         actors.stack.filter(service, "-D", *rule)
     goes_on(actors, texts[0])
