@@ -48,6 +48,7 @@ def _workers(fault: str, run: Fault) -> list[Case]:
 CASES: Sequence[Case] = (
     *_bare("source killed", deaths.source_killed, 10),
     *_bare("destination killed", deaths.destination_killed, 10),
+    *_bare("destination killed, source stopped", deaths.killed_unread, 6),
     *_bare("source stopped", deaths.source_stopped, 4),
     *_bare("source restarted", deaths.restarted, 3),
     *_bare("forked", deaths.forked, 3),

@@ -47,6 +47,36 @@ def destination_killed(row: Row, chance: random.Random, rounds: int, plant: str)
             destination = successor
 
 
+UNREAD_S = 1.2
+"""At most so long a source stands still: some of UCX's own timers run off once a second."""
+
+
+def killed_unread(row: Row, chance: random.Random, rounds: int, plant: str) -> None:
+    """The destination is killed while its source stands still, what it asked for unread; then the source goes on.
+
+    UCX over tcp would abort the source, did readers ask for more than one message at a time.
+    """
+    with Lab(row, chance, plant) as lab:
+        source = lab.seat("a", row.transport)
+        destination = lab.seat("b", row.transport, rate_limit_bytes_s=RATE_BYTES_S / 4)
+        for _ in range(rounds):
+            successor = lab.again(destination)
+            connected, unread = lab.begin(source, destination, rows=1), lab.offer(source, destination, rows=ROWS - 1)
+            lab.whole(connected)
+            source.house.stop()
+            unread.ticket, _ = destination.ask("fetch", unread.sealed, unread.expected, unread.names)
+            unread.end_within(UNREAD_S * chance.random())
+            killed_at = destination.house.kill()
+            source.house.go_on()
+            end = unread.lent_end()
+            row.runs += 1
+            row.ended(end.evidence, killed_at, end.at)
+            lab.at_rest(source)
+            lab.look(source)
+            source.ask("evict", (*connected.names, *unread.names))
+            destination = successor
+
+
 def forget(transfer: Transfer, *seats: Seat) -> None:
     """Have the destination, or others, forget a transfer's pages, so that the next one has room."""
     for seat in seats or (transfer.destination,):

@@ -27,9 +27,9 @@ from kvbus.grants import Expected
 from kvbus.names import epoch_from
 from kvbus.topics import Family
 
-EVIDENCE_S = 30.0
-"""How long evidence is waited for: three times as long as any bound of the data plane."""
-REST_S = 30.0
+EVIDENCE_S = 60.0
+"""How long evidence is waited for: six times as long as any bound of the data plane."""
+REST_S = 60.0
 ROWS = 128
 RATE_BYTES_S = 16 << 20
 """Half a second for the usual 128 pages of 64 KiB, so that a fault meets any moment of it."""

@@ -30,7 +30,8 @@ from kvbus.transport import NotStored, Stored
 UCX_SETTINGS: Mapping[str, dict[str, str]] = {
     "cma": {},  # kvbus's own choice: tcp for control, cma for bytes
     "tcp": {"TLS": "tcp"},
-    "posix": {"TLS": "posix", "MM_ERROR_HANDLING": "y"},  # shared memory, by messages that the source must answer
+    # Shared memory, by messages that the source must answer; without UCX asking, no death is seen there.
+    "posix": {"TLS": "posix", "MM_ERROR_HANDLING": "y", "KEEPALIVE_INTERVAL": "1s"},
 }
 FRAME = struct.Struct("<II")
 """Of a facts file: the lengths of a subject and of its event, which follow."""

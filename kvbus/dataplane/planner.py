@@ -77,7 +77,11 @@ What a page costs by memory and over cma was measured again, on busier cores, si
 TCP was measured over loopback. A slower network adds the same to both ways that use it. RDMA was not measured: no
 wheel of UCX has it. Where it is, name `ucx`."""
 
-DEAREST: Final = MEASURED["ucx over tcp"]
+LAST: Final = "ucx over tcp"
+"""Never before another way that leads there, whatever it costs: the source's process does the same work as for a
+socket, and a fault of its UCX ends that process (ucx_strands.py)."""
+
+DEAREST: Final = MEASURED[LAST]
 """For a way that nobody measured: never before one that somebody did."""
 
 
@@ -147,7 +151,7 @@ class Planner:
         resting: Mapping[str, str] | None = None,
         lanes: Sequence[str] = (),
     ) -> Ranking:
-        """Rank those of our transports that are offered: the cheapest first, those that were refused lately last.
+        """Rank those of our transports that are offered: the cheapest first, then LAST, then what was refused lately.
 
         `resting` says of a transport why it was refused; `lanes` are those of UCX's connection to there, where it has
         been made: what they say counts more than the distance. A transport that cannot lead there at all is left out,
@@ -162,7 +166,8 @@ class Planner:
             usable = led
         ways = {name: way_of(name, distance, lanes) for name in usable}
         candidates = [self._candidate(name, way, pages, page_bytes) for name, way in ways.items()]
-        candidates.sort(key=lambda one: (one.transport in rest, one.cost_us))
+        candidates.sort(key=lambda one: (one.transport in rest, one.way == LAST, one.cost_us))
+        left_out |= {one.transport: "over tcp comes last" for one in candidates[1:] if one.way == LAST}
         left_out |= {name: f"was refused lately ({rest[name]})" for name in usable if name in rest}
         return Ranking(distance, pages, page_bytes, tuple(candidates), tuple(lanes), MappingProxyType(left_out))
 
@@ -179,7 +184,7 @@ def way_of(transport: str, distance: Distance, lanes: Sequence[str] = ()) -> str
     if transport != "ucx":
         return transport
     by_cma = any(lane.startswith("cma") for lane in lanes) if lanes else distance.shares_processes
-    return "ucx over cma" if by_cma else "ucx over tcp"
+    return "ucx over cma" if by_cma else LAST
 
 
 def _size(length_bytes: int) -> str:

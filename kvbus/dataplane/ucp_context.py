@@ -11,18 +11,25 @@ from kvbus.dataplane import ucp_abi as abi
 from kvbus.dataplane.ucp_abi import Library
 from kvbus.errors import BackendError, ConfigError
 
-PINNED_SETTINGS: Final = MappingProxyType({"RNDV_THRESH": "inf"})
-"""With rendezvous allowed and error handling on, UCX gives CMA up: 0.6 instead of 5 GB/s measured."""
+PINNED_SETTINGS: Final = MappingProxyType(
+    {
+        "RNDV_THRESH": "inf",  # with rendezvous and error handling UCX gives CMA up: 0.6 instead of 5 GB/s measured
+        "TCP_TX_SEG_SIZE": "512K",  # gets over tcp: 0.7 -> 2.3 GB/s measured between 256K and 1M
+        "TCP_RX_SEG_SIZE": "512K",
+    }
+)
+TURN_BYTES_MAX: Final = 504 << 10
+"""A get that the peer's UCX answers by one message: a segment of TCP_TX_SEG_SIZE, less more than its headers take."""
 
 DEFAULT_SETTINGS: Final = MappingProxyType(
     {
         "TLS": "tcp,cma",  # measured lanes: tcp for control and keepalive, cma for gets on one host
         # Whoever connects can read this process, so other hosts can only when the operator says so.
         "NET_DEVICES": "lo",
-        "TCP_TX_SEG_SIZE": "512K",  # gets over tcp: 0.7 -> 2.3 GB/s measured between 256K and 1M
-        "TCP_RX_SEG_SIZE": "512K",
         "CMA_TX_QUOTA": "16",  # segments per progress call: 16 KiB pages 1.5 -> 2.1 GB/s measured
-        "KEEPALIVE_INTERVAL": "1s",  # UCX's own 20 s would hide a dead peer for 20 s
+        # UCX's own messages that look for a peer: over tcp and cma a dead process is seen without them, and a source's
+        # would be the message after which the kernel refuses its answer (ucx_strands.py).
+        "KEEPALIVE_INTERVAL": "inf",
     }
 )
 
@@ -233,7 +240,7 @@ def _checked_settings(settings: Mapping[str, str]) -> Mapping[str, str]:
         if name in PINNED_SETTINGS and value != PINNED_SETTINGS[name]:
             raise ConfigError(
                 f"UCX setting {name} must stay {PINNED_SETTINGS[name]!r}, got {value!r}; remove it: "
-                "any other value would silently leave the fast lane"
+                "any other value would silently leave the fast lane, or one that cannot end its source"
             )
     return settings
 

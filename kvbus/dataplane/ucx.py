@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from kvbus.dataplane import ucp
 from kvbus.dataplane.notices import Notice
@@ -225,8 +226,9 @@ class UcxReader:
             return known
         self._make_room()
         memory, place, handle = self._plane.map_scratch(Scratch.length_bytes())
+        connect = partial(ucp.Endpoint.open, self._plane.worker, address)
         try:
-            endpoint = ucp.Endpoint.open(self._plane.worker, address)
+            endpoint = connect()
         except BaseException:
             self._plane.unmap_scratch(handle)
             raise
@@ -237,6 +239,7 @@ class UcxReader:
             pace=self._pace,
             counters=self._counters,
             wire_up_by=time.monotonic() + self._settings.wire_up_s,
+            connect=connect,
             on_end=self._ended,
         )
         self._links[key] = link

@@ -1,8 +1,9 @@
 """One connection to one peer, and the attempts that read over it. Everything here runs on the UCX thread.
 
 A link opens with a probe: one small get whose end proves that the peer answers. Only then do attempts post, round
-robin, within a window. A link that fails, or is broken on purpose, is closed by force, and its attempts end when every
-request is terminal, never earlier: that is the evidence. A fault in here, of whatever kind, breaks its link.
+robin, within a window; over tcp alone through strands (ucx_strands.py). A link that fails, or is broken on purpose, is
+closed by force, and its attempts end when every request is terminal, never earlier: that is the evidence. A fault in
+here, of whatever kind, breaks its link.
 """
 
 import logging
@@ -14,6 +15,7 @@ from kvbus.dataplane import ucp
 from kvbus.dataplane.notices import NOTICE_AM_ID, Notice
 from kvbus.dataplane.reader import Pace
 from kvbus.dataplane.ucx_reading import Get, Reading, Scratch
+from kvbus.dataplane.ucx_strands import STRANDS_MAX, Strands, Turns
 from kvbus.errors import BackendError
 from kvbus.ledger.facts import Evidence, FailureClass
 
@@ -44,7 +46,10 @@ class LinkCounters:
 
 
 class Link:
-    """An endpoint to one peer in one epoch, and the attempts on it; `on_end` hears of each end, once."""
+    """An endpoint to one peer in one epoch, and the attempts on it; `on_end` hears of each end, once.
+
+    `connect` opens one more endpoint to there.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class Link:
         pace: Pace,
         counters: LinkCounters,
         wire_up_by: float,
+        connect: Callable[[], ucp.Endpoint],
         on_end: Callable[["Link", Reading, Evidence], None],
     ) -> None:
         self.peer = peer
@@ -66,13 +72,15 @@ class Link:
         self._pace = pace
         self._counters = counters
         self._wire_up_by = wire_up_by
+        self._connect = connect
         self._on_end = on_end
         self._is_broken = False
         self._is_up = False
-        self._closing: ucp.Request | None = None
+        self._strands: Strands | None = None
+        self._closing: tuple[ucp.Closing, ...] = ()
         self._keys: dict[bytes, ucp.RemoteKey] = {}
         self._readings: deque[Reading] = deque()
-        self._in_flight: deque[tuple[ucp.Request, Get]] = deque()
+        self._in_flight: deque[tuple[ucp.Request | Turns, Get]] = deque()
         self._bytes_in_flight = 0
         self._aborted: set[Reading] = set()
         self._notices: deque[ucp.Request] = deque()
@@ -80,7 +88,7 @@ class Link:
     @property
     def closing(self) -> bool:
         """Whether no attempt can be added any more."""
-        return self._closing is not None or self._endpoint.failed
+        return bool(self._closing) or self._has_failed()
 
     @property
     def idle(self) -> bool:
@@ -93,7 +101,7 @@ class Link:
         try:
             if packed_key not in self._keys:
                 self._keys[packed_key] = self._endpoint.unpack_rkey(packed_key)
-            reading.key = self._keys[packed_key]
+            reading.key, reading.packed_key = self._keys[packed_key], packed_key
             if not self._is_up and not self._in_flight:
                 self._post(reading.probe())
         except POST_ERRORS as error:
@@ -101,11 +109,11 @@ class Link:
 
     def step(self, now: float) -> float | None:
         """Note what has ended and post what may be posted; return as `Task.step` does."""
-        if self._closing is not None:
+        if self._closing:
             self._finish_close()
             return 0
         self._collect()
-        if self._endpoint.failed:
+        if self._has_failed():
             self.close(FailureClass.PEER_LOST, "the connection to the source broke")
             return 0
         while self._notices and self._notices[0].status() != ucp.IN_PROGRESS:
@@ -120,12 +128,12 @@ class Link:
 
     def close(self, failure: FailureClass, text: str) -> None:
         """End every access by force; attempts end once every request is terminal."""
-        if self._closing is not None:
+        if self._closing:
             return
-        if self._endpoint.failed:
+        if self._has_failed():
             self._counters.failures += 1
         self._aborted = {get.reading for request, get in self._in_flight if request.status() == ucp.IN_PROGRESS}
-        self._closing = self._endpoint.close(force=True)
+        self._closing = tuple(endpoint.close(force=True) for endpoint in self._endpoints())
         for reading in self._readings:
             reading.stop(failure, text)
 
@@ -143,7 +151,7 @@ class Link:
 
     def send_notice(self, notice: Notice) -> None:
         """Tell the source that an attempt's access has ended; a lost notice is repeated over the bus."""
-        if self._closing is not None or len(self._notices) >= NOTICES_UNDER_WAY_MAX:
+        if self._closing or len(self._notices) >= NOTICES_UNDER_WAY_MAX:
             self._counters.notices_lost += 1
             return
         try:
@@ -158,7 +166,7 @@ class Link:
         readings, limited = self._readings, self._pace.is_limited
         posts = turns = 0
         while posts < POSTS_A_STEP_MAX and turns < len(readings):
-            if len(self._in_flight) >= GETS_IN_FLIGHT_MAX or self._bytes_in_flight >= BYTES_IN_FLIGHT_MAX:
+            if self._is_full():
                 return 0
             reading = readings[0]
             if not reading.ready and not reading.refill():
@@ -178,12 +186,18 @@ class Link:
             posts, turns = posts + 1, 0
         return 0 if posts else None
 
+    def _is_full(self) -> bool:
+        gets_max = STRANDS_MAX if self._strands else GETS_IN_FLIGHT_MAX
+        return len(self._in_flight) >= gets_max or self._bytes_in_flight >= BYTES_IN_FLIGHT_MAX
+
     def _post(self, get: Get) -> None:
         reading, _, pieces, length_bytes, handle = get
         if reading.key is None:
             raise BackendError("the attempt has no key of the peer's memory")
-        request = self._endpoint.get_all(pieces, reading.key, handle)
-        self._in_flight.append((request, get))
+        if self._strands:
+            self._in_flight.append((self._strands.read(pieces, reading.packed_key, handle), get))
+        else:
+            self._in_flight.append((self._endpoint.get_all(pieces, reading.key, handle), get))
         reading.in_flight += 1
         self._bytes_in_flight += length_bytes
         self._counters.gets += len(pieces)
@@ -198,11 +212,24 @@ class Link:
             in_flight.popleft()
             freed += get.length_bytes
             if not self._is_up and status == ucp.OK:
-                self._is_up, self.lanes = True, tuple(self._endpoint.lanes())
-                log.info("reads from %s go over %s", self.peer, ", ".join(self.lanes))
+                self._come_up()
             get.reading.get_ended(get, is_whole=status == ucp.OK)
         self._bytes_in_flight -= freed
         self._counters.length_bytes += freed
+        for request, _ in in_flight if self._strands else ():
+            request.status()  # posts what comes next
+
+    def _come_up(self) -> None:
+        self._is_up, self.lanes = True, tuple(self._endpoint.lanes())
+        if all(lane.startswith("tcp/") for lane in self.lanes):
+            self._strands = Strands(self._endpoint, self._connect)
+        log.info("reads from %s go over %s", self.peer, ", ".join(self.lanes))
+
+    def _endpoints(self) -> tuple[ucp.Endpoint, ...]:
+        return (self._endpoint, *(self._strands.others if self._strands else ()))
+
+    def _has_failed(self) -> bool:
+        return self._endpoint.failed or (self._strands is not None and self._strands.failed)
 
     def _close_if_overdue(self, now: float) -> None:
         """Break a link that does not move: the forced close, not the time, is what ends the access."""
@@ -213,7 +240,9 @@ class Link:
             self.close(FailureClass.PEER_LOST, "the connection was closed: a cancelled read on it did not end in time")
 
     def _finish_close(self) -> None:
-        if self._closing is None or self._closing.status() == ucp.IN_PROGRESS or self._endpoint.unfinished():
+        if any(closing.status() == ucp.IN_PROGRESS for closing in self._closing):
+            return
+        if any(endpoint.unfinished() for endpoint in self._endpoints()):
             return
         self._in_flight.clear()
         self.closed = True

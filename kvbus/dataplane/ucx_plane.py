@@ -236,8 +236,8 @@ class UcxPlane:
 
     @property
     def worker(self) -> ucp.Worker:
-        """UCX's worker, for tasks."""
-        return self._worker
+        """UCX's worker for reading; no peer is told its address."""
+        return self._reads
 
     def map_scratch(self, length_bytes: int) -> tuple[mmap.mmap, int, ucp.MemoryHandle]:
         """Return fresh memory that nobody is given the key of: the memory, its address, and UCX's handle.
@@ -275,10 +275,13 @@ class UcxPlane:
     def _open(self) -> None:
         self._context = ucp.Context.open(ucp.load(self._library_path), self._settings)
         try:
-            self._worker = ucp.Worker.open(self._context)
-            self._worker.set_am_handler(NOTICE_AM_ID, self._take_notice)
+            # Two, since between two workers UCX has one connection for both directions: a reader that dies with our
+            # own gets unread would leave us a reset, by which UCX may abort this process (ucx_link.py).
+            self._lends, self._reads = ucp.Worker.open(self._context), ucp.Worker.open(self._context)
+            self._lends.set_am_handler(NOTICE_AM_ID, self._take_notice)
             self._epoll = select.epoll()
-            self._epoll.register(self._worker.event_fd(), select.EPOLLIN)
+            for worker in (self._lends, self._reads):
+                self._epoll.register(worker.event_fd(), select.EPOLLIN)
             self._epoll.register(self._event_fd, select.EPOLLIN)
         except BaseException:
             self._context.close()
@@ -314,10 +317,11 @@ class UcxPlane:
         self._rounds += 1
         for _ in range(len(self._commands)):
             self._commands.popleft().run()
-        worked = self._worker.progress()
-        for _ in range(PROGRESS_A_ROUND_MAX - 1):
-            if not worked or not self._worker.progress():
+        worked = self._lends.progress()
+        for _ in range(PROGRESS_A_ROUND_MAX):
+            if not self._reads.progress():
                 break
+            worked = 1
         now = time.monotonic()
         sleep_s = IDLE_S
         for task in self._tasks:
@@ -334,7 +338,7 @@ class UcxPlane:
                 self._block(QUIET_SLEEP_S)
 
     def _block(self, sleep_s: float) -> None:
-        if self._commands or self._stopping or not self._worker.arm():
+        if self._commands or self._stopping or not (self._lends.arm() and self._reads.arm()):
             return
         for fd, _ in self._epoll.poll(sleep_s):
             if fd == self._event_fd:
@@ -352,7 +356,7 @@ class UcxPlane:
             if known_rank == rank or not apart:
                 raise ValueError(f"rank {rank}: the pool of rank {known_rank} is registered already, or overlaps")
         handle = self._context.map(memory.address, memory.length_bytes)
-        access = UcxAccess(address=self._worker.address(), rkey=self._context.pack_rkey(handle))
+        access = UcxAccess(address=self._lends.address(), rkey=self._context.pack_rkey(handle))
         self._pools[rank] = RegisteredPool(LocalPool.of(memory), handle, memory)
         return access
 

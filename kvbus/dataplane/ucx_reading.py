@@ -125,7 +125,8 @@ class Reading:
         self.progress = progress
         self.in_flight = 0
         self.key: ucp.RemoteKey | None = None
-        """Given by the link."""
+        self.packed_key = b""
+        """Both given by the link."""
         self.cancel_by: float | None = None
         self.works: list[Work] = []
         self._segments = progress.plan.segments(limits)

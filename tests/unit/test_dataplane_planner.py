@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.dataplane.planner import MEASURED, Cost, Distance, Planner, Ranking, costs_of, distance_between, way_of
+from kvbus.dataplane.planner import LAST, MEASURED, Cost, Distance, Planner, Ranking, costs_of, distance_between, way_of
 from kvbus.errors import ConfigError
 from kvbus.parts import ProcessIdentity
 
@@ -81,11 +81,11 @@ def test_the_same_question_gets_the_same_answer_in_whatever_order_offers_come(
 
 @UNTIMED
 @given(lenders, pages, sizes, resting, costs)
-def test_the_cheapest_is_tried_first_and_what_was_refused_lately_last(
+def test_the_cheapest_is_tried_first_ucx_over_tcp_after_it_and_what_was_refused_lately_last(
     lender: ProcessIdentity | None, count: int, page_bytes: int, rest: dict[str, str], table: dict[str, Cost]
 ) -> None:
     ranking = rank(lender=lender, count=count, page_bytes=page_bytes, rest=rest, table=table)
-    keys = [(one.transport in rest, one.cost_us) for one in ranking.candidates]
+    keys = [(one.transport in rest, one.way == LAST, one.cost_us) for one in ranking.candidates]
     assert keys == sorted(keys)
 
 
@@ -157,7 +157,7 @@ def test_what_ucx_connected_over_counts_more_than_the_distance() -> None:
         (1024, 32 << 10, SIBLING, "memory"),
         (256, 16 << 10, SIBLING, "memory"),
         (256, 4 << 10, SIBLING, "memory"),
-        (1, 4 << 10, CONTAINER, "ucx"),
+        (1, 4 << 10, CONTAINER, "socket"),
         (256, 64 << 10, CONTAINER, "socket"),
     ],
 )
@@ -176,6 +176,18 @@ def test_where_memory_cannot_be_mapped_many_small_pages_go_by_socket_and_others_
 ) -> None:
     found = rank(count=count, page_bytes=page_bytes, offered=("ucx", "socket"), known=("tcp/lo", "cma/memory"))
     assert found.transports[0] == first
+
+
+@UNTIMED
+@given(pages, sizes, costs)
+def test_between_hosts_sockets_are_taken_whatever_ucx_over_tcp_costs(
+    count: int, page_bytes: int, table: dict[str, Cost]
+) -> None:
+    for lender in (CONTAINER, ELSEWHERE):
+        ranking = rank(count=count, page_bytes=page_bytes, lender=lender, table=table)
+        assert ranking.transports == ("socket", "ucx")
+        assert "ucx over tcp comes last" in ranking.text("socket")
+        assert rank(offered=("ucx",), count=count, page_bytes=page_bytes, lender=lender).transports == ("ucx",)
 
 
 def test_the_reason_names_the_distance_the_pages_and_why_not_the_others() -> None:
