@@ -6,9 +6,11 @@ pages for ever), when its peer is isolated, when a newer process of that member 
 can be reached in other ways, too, end as all others do.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvbus.dataplane.lending import LendingBackend, Lent, Reader
+from kvbus.dataplane.reader import EPOCHS_MAX, PEERS_MAX
 from kvbus.dataplane.socket_server import Served, SocketServer
 from kvbus.errors import BackendError
 from kvbus.events import ReaderKey
@@ -24,6 +26,7 @@ class ServedLending(LendingBackend):
         self._server = server
         self._served: dict[int, Reader] = {}
         self._closed: list[Reader] = []
+        self._borrowed: OrderedDict[tuple[str, str], OrderedDict[int, None]] = OrderedDict()
 
     def submit(self, order: Order) -> None:
         """As every lending; the pages can be read from here on, before their secret leaves."""
@@ -37,9 +40,10 @@ class ServedLending(LendingBackend):
             del self._lent[reader.key]
             raise SubmissionRejectedError(FailureClass.LEASE_REFUSED, str(error)) from error
         key = reader.key
-        # The newer process says nothing for the older one (P4): its leases end because they are served no more.
-        who = (key.instance, key.member)
-        self._stop(lambda other: (other.instance, other.member) == who and other.epoch != key.epoch)
+        if self._is_new(key):
+            # The newer process says nothing for the older one (P4): its leases end because they are served no more.
+            who = (key.instance, key.member)
+            self._stop(lambda other: (other.instance, other.member) == who and other.epoch != key.epoch)
 
     def changes(self) -> Sequence[Change]:
         """Return and forget what changed since the last call, oldest first."""
@@ -75,6 +79,19 @@ class ServedLending(LendingBackend):
         if self._server is not None:
             self._server.close()
             self._note_ended()
+
+    def _is_new(self, key: ReaderKey) -> bool:
+        """Whether this process of a member borrows for the first time: one that lives on beside its next is not."""
+        who = (key.instance, key.member)
+        epochs = self._borrowed.setdefault(who, OrderedDict())
+        self._borrowed.move_to_end(who)
+        if len(self._borrowed) > PEERS_MAX:
+            self._borrowed.popitem(last=False)
+        is_new = key.epoch not in epochs
+        epochs[key.epoch] = None
+        if len(epochs) > EPOCHS_MAX:
+            epochs.popitem(last=False)
+        return is_new
 
     def _serve(self, order: Order, reader: Reader) -> None:
         if self._server is None:

@@ -6,6 +6,7 @@ still sends for it goes to a place that nobody reads.
 """
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -35,6 +36,8 @@ OUT_BYTES_MAX = 1 << 20
 IDLE_S = 30.0
 """A connection without attempts is closed after that, long before the source would do it."""
 KEEPALIVE_S = (10, 5, 3)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -89,6 +92,11 @@ class Link:
         """Whether no attempt needs it."""
         return not self._readings
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was closed and has no socket any more: no byte of its source can land."""
+        return self.closed and self._sock is None
+
     def add(self, reading: Reading) -> None:
         """Let an attempt read over this link."""
         self._readings.append(reading)
@@ -135,17 +143,23 @@ class Link:
         return wait_s
 
     def close(self, failure: FailureClass, text: str) -> None:
-        """Shut the connection by force: from here on no byte can land, and every attempt on it ends."""
-        if self.closed:
+        """Shut the connection by force: no byte can land from here on, and every attempt on it ends. Repeatable."""
+        if self.closed and not self._readings:
             return
         self.closed = True
         self._drop_socket()
         waiting = {one.block.reading for one in self._inbound.asked}
-        self._inbound.reset()
         for reading in tuple(self._readings):
             reading.stop(failure, text)
             forced = Evidence.ENDPOINT_DESTROYED if reading in waiting else Evidence.COMPLETED
             self._end(reading, forced if reading.was_asked else Evidence.NEVER_SUBMITTED)
+        self._inbound.reset()
+
+    def break_by(self, error: Exception) -> None:
+        """Close it after a fault of this process, such as no memory; what reads over other links goes on."""
+        log.warning("the connection to %s is given up", self.peer, exc_info=error)
+        self._tools.counters.failures += 1
+        self.close(FailureClass.TRANSPORT, f"the connection to {self.peer} was given up: {error!r}")
 
     # ----------------------------------------------------------------------------------------------------- connecting
 
@@ -153,23 +167,30 @@ class Link:
         """Try the next address; without one left the link is closed."""
         while self._addresses:
             address = self._addresses.popleft()
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with contextlib.suppress(BlockingIOError):
-                    sock.connect((address, self._port))
-            except OSError as error:
+                self._sock = self._socket_to(address)
+            except OSError as error:  # nobody is there, or no descriptors or no memory are left here
                 self._why_not = f"{address} port {self._port}: {error.strerror}"
-                sock.close()
                 continue
-            self._sock = sock
-            self._tools.epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
             self._armed = True
-            self._tools.on_socket(self, -1, sock.fileno())
+            self._tools.on_socket(self, -1, self._sock.fileno())
             self._inbound.reset()
             return
         self.close(FailureClass.PEER_LOST, f"no connection to {self.peer}: {self._why_not}")
+
+    def _socket_to(self, address: str) -> socket.socket:
+        """Return a socket that connects to an address, and of which the thread hears; OSError where that cannot be."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect((address, self._port))
+            self._tools.epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def _has_connected(self) -> bool:
         """Look what came of the connection; False if another address is tried instead."""
@@ -193,14 +214,16 @@ class Link:
         return self._sock
 
     def _drop_socket(self) -> None:
-        if self._sock is None:
+        sock, self._sock = self._sock, None
+        if sock is None:
             return
-        self._tools.epoll.unregister(self._sock)
-        self._tools.on_socket(self, self._sock.fileno(), -1)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        self._sock = None
+        self._tools.on_socket(self, sock.fileno(), -1)
+        try:
+            with contextlib.suppress(OSError):
+                self._tools.epoll.unregister(sock)
+                sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            sock.close()
 
     def _broke(self, reason: str) -> None:
         self._tools.counters.failures += 1
@@ -315,7 +338,8 @@ class Link:
             self._end(reading, Evidence.COMPLETED)
 
     def _end(self, reading: Reading, evidence: Evidence) -> None:
+        if not self.closed:
+            self._inbound.divert(reading)  # first: where it fails, nothing has been said of this attempt
         self._readings.remove(reading)
         self._idle_since = time.monotonic()
-        self._inbound.divert(reading)
         self._tools.on_end(self, reading, evidence)

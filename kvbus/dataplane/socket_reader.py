@@ -4,6 +4,7 @@ The source checks what it is asked for, so what is granted is all that a reader 
 page against its grant: what makes bytes count is the record behind them, not the source's word.
 """
 
+import logging
 import os
 import select
 import threading
@@ -11,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from kvbus.dataplane.reader import Isolation, Outbox, Pace, Pair, Progress
 from kvbus.dataplane.reading import LocalPool, limits_for, plan
 from kvbus.dataplane.socket_link import Link, LinkCounters, LinkTools
 from kvbus.dataplane.socket_pool import PoolBytes
 from kvbus.dataplane.socket_reading import BLOCK_BYTES, Reading
+from kvbus.errors import BackendError
 from kvbus.grants import SocketAccess
 from kvbus.ledger.facts import Evidence, FailureClass
-from kvbus.ledger.types import Change, Order, SubmissionRejectedError
+from kvbus.ledger.types import Change, Failed, Order, SubmissionRejectedError
 from kvbus.pool.memory import PoolMemory
 
 LINKS_MAX = 256
@@ -28,6 +31,8 @@ IDLE_S = 1.0
 """How often links are looked at where nothing happens, for their wire-up time; and should a wake be lost."""
 JOIN_S = 5.0
 """The thread looks up after a few megabytes; only a stopped machine meets this."""
+
+log = logging.getLogger(__name__)
 
 LinkKey = tuple[str, str, str, int, tuple[str, ...], int]
 """Peer, and who it is in truth: instance, member, epoch, and where it answers."""
@@ -68,6 +73,7 @@ class SocketReader:
         self._isolation = Isolation()
         self._targets: dict[int, tuple[LocalPool, PoolBytes]] = {}
         self._is_shut = False
+        self._has_told_failure = False
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()  # at most two for each attempt under way
         self._thread: threading.Thread | None = None
@@ -77,6 +83,7 @@ class SocketReader:
         self._block_bytes = limits_for(chosen.rate_limit_bytes_s).run_bytes if paced else BLOCK_BYTES
         # From here on: the reader thread's.
         self._stopping = False
+        self._failure = ""
         self._pace = Pace(chosen.rate_limit_bytes_s)
         self._counters = LinkCounters()
         self._links: dict[LinkKey, Link] = {}
@@ -121,7 +128,7 @@ class SocketReader:
         if self._is_shut:
             raise SubmissionRejectedError(FailureClass.SHUTDOWN, "the reader is shut down")
         if target is None or self._thread is None or not self._thread.is_alive():
-            text = f"no pool is registered for rank {order.view.rank}, or the reader was not started"
+            text = self._failure or f"no pool is registered for rank {order.view.rank}, or the reader was not started"
             raise SubmissionRejectedError(FailureClass.TRANSPORT, text)
         checked = plan(order, target[0], self.name)
         if self._isolation.refuses(order.peer, checked.grant.lender_epoch):
@@ -131,10 +138,16 @@ class SocketReader:
         progress, pool = Progress(order, checked), target[1]
         if not self._post(lambda: self._start(progress, pool)):
             self._outbox.withdraw(pair)
-            raise SubmissionRejectedError(FailureClass.TRANSPORT, "the reader's thread has ended")
+            raise SubmissionRejectedError(FailureClass.TRANSPORT, self._failure or "the reader's thread has ended")
 
     def changes(self) -> Sequence[Change]:
-        """Return and forget what changed since the last call, oldest first."""
+        """Return and forget what changed since the last call, oldest first.
+
+        BackendError, once, where the reader's thread has failed; the evidence of its attempts comes with the next call.
+        """
+        if self._failure and not self._has_told_failure:
+            self._has_told_failure = True
+            raise BackendError(self._failure)
         return self._outbox.drain()
 
     def cancel(self, ticket: int, attempt: int) -> None:
@@ -184,6 +197,19 @@ class SocketReader:
     # -------------------------------------------------------------------------------------- on the reader thread
 
     def _run(self) -> None:
+        try:
+            self._drive()
+        except Exception as error:
+            log.exception("the socket reader's thread has failed: its connections are closed, and it reads no more")
+            self._failure = f"the socket reader's thread has failed: {error!r}"
+            self._stop()
+        self._run_commands()
+        failure = FailureClass.TRANSPORT if self._failure else FailureClass.SHUTDOWN
+        self._close_links(failure, self._failure or "the reader was ended")
+        self._epoll.close()
+        os.close(self._event_fd)
+
+    def _drive(self) -> None:
         sleep_s = IDLE_S
         while not self._stopping:
             events = self._epoll.poll(sleep_s)
@@ -192,13 +218,32 @@ class SocketReader:
                 if fd == self._event_fd:
                     os.eventfd_read(fd)
                 elif link is not None:
-                    link.handle(mask)
-            while self._commands:
-                self._commands.popleft()()
+                    self._contain(link, partial(link.handle, mask))
+            self._run_commands()
             sleep_s = self._step()
-        self._close_links(FailureClass.SHUTDOWN, "the reader was ended")
-        self._epoll.close()
-        os.close(self._event_fd)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _contain(self, link: Link, act: Callable[[], None]) -> None:
+        """Do something to one link; what it raises breaks that link, and nothing else (R21)."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - contained to its link
+            self._break(link, error)
+
+    def _break(self, link: Link, error: Exception) -> None:
+        """End a link after a fault of this process, and what was to be read over it, also where it did not know yet."""
+        try:
+            link.break_by(error)
+        except Exception:
+            log.exception("the connection to %s was not ended in order", link.peer)
+        for other, reading in tuple(self._running.values()) if link.is_cut else ():
+            if other is link:
+                reading.stop(FailureClass.TRANSPORT, f"the connection to {link.peer} was given up: {error!r}")
+                forced = Evidence.ENDPOINT_DESTROYED if reading.was_asked else Evidence.NEVER_SUBMITTED
+                self._ended(link, reading, forced)
 
     def _step(self) -> float:
         """Drive every link once; one that asked for bytes comes last next time, so that a shared limit starves none.
@@ -208,7 +253,7 @@ class SocketReader:
         now, sleep_s = time.monotonic(), IDLE_S
         for link in tuple(self._stepped):
             asked = self._pace.operations
-            wish = link.step(now)
+            wish = self._step_link(link, now)
             if self._pace.operations != asked:
                 self._stepped.remove(link)
                 self._stepped.append(link)
@@ -218,6 +263,13 @@ class SocketReader:
                 self._forget(link)
         return sleep_s
 
+    def _step_link(self, link: Link, now: float) -> float | None:
+        try:
+            return link.step(now)
+        except Exception as error:  # noqa: BLE001 - contained to its link
+            self._break(link, error)
+            return 0.0
+
     def _stop(self) -> None:
         with self._lock:
             self._stopping = True
@@ -226,16 +278,20 @@ class SocketReader:
         grant = progress.plan.grant
         if grant.socket is None:  # `plan` has refused such a grant
             return
-        link = self._link(progress, grant.socket)
-        if link is None:
-            progress.fail(FailureClass.TRANSPORT, f"{LINKS_MAX} connections are busy; wait for one to end")
+        try:
+            link = self._link(progress, grant.socket)
+            reading = Reading(progress, pool, self._block_bytes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has left, and it ends this attempt alone
+            progress.fail(FailureClass.TRANSPORT, f"no connection to {progress.order.peer}: {error}")
             self._outbox.report(progress.change(Evidence.NEVER_SUBMITTED))
             return
-        reading = Reading(progress, pool, self._block_bytes)
         self._running[progress.pair] = (link, reading)
-        link.add(reading)
+        self._contain(link, partial(link.add, reading))
 
-    def _link(self, progress: Progress, offer: SocketAccess) -> Link | None:
+    def _link(self, progress: Progress, offer: SocketAccess) -> Link:
+        """Return the link to the source of an order; BackendError where no more can be opened."""
+        if self._failure:
+            raise BackendError(self._failure)
         grant, peer = progress.plan.grant, progress.order.peer
         who = (grant.lender_instance, grant.lender_member, grant.lender_epoch)
         key = (peer, *who, offer.addresses, offer.port)
@@ -245,7 +301,7 @@ class SocketReader:
         if len(self._stepped) >= LINKS_MAX:
             idle = next((link for link in self._stepped if link.idle), None)
             if idle is None:
-                return None
+                raise BackendError(f"{LINKS_MAX} connections are busy; wait for one to end")
             idle.close(FailureClass.NONE, "")
             self._forget(idle)
         link = Link(peer, offer.addresses, offer.port, epoch=grant.lender_epoch, tools=self._tools)
@@ -256,19 +312,26 @@ class SocketReader:
     def _cancel(self, pair: Pair) -> None:
         if pair in self._running:
             link, reading = self._running[pair]
-            link.stop(reading, FailureClass.CANCELLED, "cancelled")
+            self._contain(link, partial(link.stop, reading, FailureClass.CANCELLED, "cancelled"))
 
     def _close_links(self, failure: FailureClass, text: str, peer: str | None = None) -> None:
         for link in tuple(self._stepped):
             if peer is None or link.peer == peer:
-                link.close(failure, text)
+                self._contain(link, partial(link.close, failure, text))
                 self._forget(link)
 
     def _ended(self, link: Link, reading: Reading, evidence: Evidence) -> None:
         """Tell the holder, then the source: nothing of this attempt can touch a page of either any more (P4)."""
-        del self._running[reading.progress.pair]
-        self._outbox.report(reading.progress.change(evidence))
-        link.release(reading.ticket)
+        ticket, attempt = reading.progress.pair
+        del self._running[ticket, attempt]
+        try:
+            change = reading.progress.change(evidence)
+        except Exception as error:  # the evidence stands, whatever cannot be said of the bytes
+            log.exception("what T%d brought cannot be told: nothing of it counts", ticket)
+            text = f"what arrived cannot be told: {error!r}"
+            change = Change(ticket, attempt, Failed(FailureClass.TRANSPORT, text), evidence, text)
+        self._outbox.report(change)
+        self._contain(link, partial(link.release, reading.ticket))
 
     def _has_socket(self, link: Link, before: int, now: int) -> None:
         self._by_fd.pop(before, None)

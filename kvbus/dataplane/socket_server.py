@@ -117,6 +117,11 @@ class SocketServer:
 
     # ------------------------------------------------------------------------------------------------ from the lender
 
+    @property
+    def works(self) -> bool:
+        """Whether its thread serves: not before `start`, and not any more once it was closed or has failed."""
+        return self._thread is not None and not self._stopping
+
     def start(self) -> SocketPlace:
         """Listen and start the thread; return where readers reach it. ConfigError where the address cannot be used."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
@@ -226,20 +231,28 @@ class SocketServer:
             log.warning("the page server refused a reader (%s): %s; further ones are only counted", name, text)
 
     def _run(self) -> None:
-        while not self._stopping:
-            events = self._epoll.poll(SWEEP_S)
-            self._run_commands()
-            now = time.monotonic()
-            for fd, mask in events:
-                if fd == self._event_fd:
-                    os.eventfd_read(fd)
-                elif fd == self._listener.fileno():
-                    self._accept(now)
-                elif fd in self._connections:
-                    self._serve(self._connections[fd], mask, now)
-            if now >= self._next_sweep:
-                self._sweep(now)
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            log.exception("the page server's thread has failed: it serves no more, and what it served has ended")
+            self._stop()
+        self._run_commands()
         self._end()
+
+    def _turn(self) -> None:
+        events = self._epoll.poll(SWEEP_S)
+        self._run_commands()
+        now = time.monotonic()
+        for fd, mask in events:
+            if fd == self._event_fd:
+                os.eventfd_read(fd)
+            elif fd == self._listener.fileno():
+                self._accept(now)
+            elif fd in self._connections:
+                self._serve(self._connections[fd], mask, now)
+        if now >= self._next_sweep:
+            self._sweep(now)
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -286,11 +299,16 @@ class SocketServer:
             _send_last(sock, wire.refused(0, Why.FULL, f"{CONNECTIONS_MAX} connections are open", of_question=False))
             sock.close()
             return
-        _tune(sock)
-        connection = Connection(sock, self, epoch=self._epoch, now=now)
+        try:
+            _tune(sock)
+            connection = Connection(sock, self, epoch=self._epoch, now=now)
+            self._epoll.register(sock, select.EPOLLIN)
+        except Exception as error:  # noqa: BLE001 - its connection ends by it, and nothing else
+            self.note_refusal(Why.FULL, f"a connection could not be served: {error!r}")
+            sock.close()
+            return
         self._accepted += 1
         self._connections[sock.fileno()] = connection
-        self._epoll.register(sock, select.EPOLLIN)
         self._serve(connection, 0, now)
 
     def _make_room(self) -> bool:
@@ -320,6 +338,10 @@ class SocketServer:
         except OSError:
             self._drop(connection)
             return
+        except Exception as error:  # such as no memory: its leases end by it, and no others (R21)
+            log.warning("a reader's connection is given up", exc_info=error)
+            self._drop(connection)
+            return
         self._arm(fd, wanted=connection.has_output)
 
     def _arm(self, fd: int, *, wanted: bool) -> None:
@@ -332,8 +354,10 @@ class SocketServer:
         fd = connection.sock.fileno()
         self._armed.discard(fd)
         del self._connections[fd]
-        self._epoll.unregister(fd)
-        connection.sock.close()
+        try:
+            self._epoll.unregister(fd)
+        finally:
+            connection.sock.close()
         self._questions += connection.questions
         self._length_bytes += connection.length_bytes
         for lease in tuple(connection.leases.values()):

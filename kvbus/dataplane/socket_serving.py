@@ -158,7 +158,10 @@ class Connection:
 
     def host_is_silent(self) -> bool:
         """Tell whether the reader's host has answered none of the last packets, some of which it owes an answer."""
-        head = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_HEAD.size)
+        try:
+            head = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_HEAD.size)
+        except OSError:  # it is broken, and its end comes by itself
+            return False
         _, _, retransmits, probes = _TCP_INFO_HEAD.unpack(head)
         return bool(max(retransmits, probes) >= UNANSWERED_MAX)
 
