@@ -84,11 +84,11 @@ def folder_digest(folder: Path) -> str:
     """Return the hex digest of a model's config and weights: what two instances compare before they share KV.
 
     Equal digests mean that equal tokens give interchangeable KV. Hashing 538 MB at every start would cost
-    seconds, so the result is kept beside the weights under the sizes and modification times of the files it
-    was taken over; where the folder is read-only it is computed each time.
+    seconds, so the result is kept beside the weights under what tells their very files from any others (`_stamp`);
+    where the folder is read-only it is computed each time.
     """
     parts = model_parts(folder)
-    key = {part.name: [part.stat().st_size, part.stat().st_mtime_ns] for part in parts}
+    key = {part.name: _stamp(part) for part in parts}
     kept = kept_json(folder / DIGEST_NAME)
     if kept.get("files") == key and isinstance(kept.get("digest"), str):
         return str(kept["digest"])
@@ -104,6 +104,16 @@ def folder_digest(folder: Path) -> str:
     except OSError:
         return digest  # a folder that cannot be written only costs the time next time
     return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return what changes with a file's bytes, and in each copy of it.
+
+    A size and a time of modification alone would not do: copies, images and package stores set that time as they like,
+    and the kept digest is copied with the folder. The time of change and the inode are the kernel's.
+    """
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:

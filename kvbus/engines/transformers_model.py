@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from kvbus.engines.model_files import GET_MODEL_HINT, folder_digest, model_parts
+from kvbus.engines.rope import require_known_rope
 from kvbus.errors import ConfigError, PeerError
 
 Float32Array = npt.NDArray[np.float32]
@@ -339,7 +340,11 @@ def _states(cache: Foreign) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @torch.inference_mode()
 def _measured_numbers(model: Foreign, spelling: ForwardSpelling) -> ModelNumbers:
-    """Run one token and read what the cache really holds: configs name heads and widths in too many ways."""
+    """Run one token and read what the cache really holds: configs name heads and widths in too many ways.
+
+    ConfigError where the model's KV cannot be moved.
+    """
+    require_known_rope(model.config)
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([[0]]), **spelling.arguments(cache))
     states = _states(cache)

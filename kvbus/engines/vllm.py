@@ -226,14 +226,16 @@ def _orders(metadata: KVConnectorMetadata | None) -> Orders:
 def facts_of(vllm_config: Foreign, kv_cache_config: Foreign) -> VllmFacts:
     """Return what vLLM says of this instance."""
     group = kv_cache_config.kv_cache_groups[0]
-    spec, model = group.kv_cache_spec, vllm_config.model_config
+    spec, model, cache_dtype = group.kv_cache_spec, vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     names = model.served_model_name
     name = names[0] if isinstance(names, list) else names
     return VllmFacts(
         version=vllm_version,
         platform=current_platform.device_type,
-        packing=_packing(spec, vllm_config.cache_config.cache_dtype),
+        packing=_packing(spec, model.dtype, cache_dtype),
         dtype=str(spec.dtype).removeprefix("torch."),
+        cache_dtype=cache_dtype,
+        model_dtype=str(model.dtype).removeprefix("torch."),
         layers=len(group.layer_names),
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
@@ -246,10 +248,13 @@ def facts_of(vllm_config: Foreign, kv_cache_config: Foreign) -> VllmFacts:
     )
 
 
-def _packing(spec: Foreign, cache_dtype: str) -> str:
-    """Return how the CPU kernels pack a block, as they choose it themselves; another platform's is not known."""
+def _packing(spec: Foreign, model_dtype: torch.dtype, cache_dtype: str) -> str:
+    """Return how the CPU kernels pack a block, as they choose it themselves; another platform's is not known.
+
+    They choose by the model's type, not by the cache's.
+    """
     if current_platform.device_type != "cpu":
         return "unknown"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype))
+    return str(_get_attn_isa(model_dtype, spec.block_size, spec.head_size, cache_dtype))

@@ -2,11 +2,13 @@
 
 A kvbus worker may start later than vLLM, and start anew: each attachment is a session with a pool of its own, and when
 its socket closes the session is over. vLLM does not notice any of it, but for caches that are not there. A worker that
-lives on takes the same process again once that says that its mover is back from every copy of the session before.
+lives on takes the same process again once that says that its movers are back from every copy of the sessions before: a
+process may end one vLLM and begin another.
 """
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,10 @@ from kvbus.errors import KvbusError
 ServeJobs = Callable[[WorkerLink], None]
 """Begins to serve a worker's jobs, on threads of its own, until the worker is gone."""
 
+_said_hello: dict[Path, "weakref.WeakSet[Mover]"] = {}
+# By a worker's path: for whom this process has said hello there. A mover that nobody has any more has no thread either.
+_saying = threading.Lock()
+
 
 class WorkerAttachment:
     """Keeps one engine attached to whichever worker listens on a path."""
@@ -32,7 +38,6 @@ class WorkerAttachment:
         self._serve_jobs = serve_jobs
         self._stopping = threading.Event()
         self._blocking: BlockingLink | None = None
-        self._has_said_hello = False
         self._said = ""
 
     def __repr__(self) -> str:
@@ -66,11 +71,8 @@ class WorkerAttachment:
     def _serve_one(self) -> bool:
         """Attach, and serve until the worker closes; True once it was attached."""
         blocking = self._blocking = BlockingLink.connect(self._path)
-        # A worker that was silent for long still counts us as its engine, and believes nobody but us that this is over.
-        left = self._has_said_hello and self._mover.has_left
-        self._has_said_hello = True
         try:
-            pool = attach(blocking, self._about, left=left)
+            pool = attach(blocking, self._about, left=_has_left(self._path, self._mover))
             worker = WorkerLink(blocking, pool)
             self._say(f"attached to the kvbus worker at {self._path}, {pool.page_count} pages")
             self._mover.attach(Session(worker, pool))
@@ -91,3 +93,14 @@ class WorkerAttachment:
         if text != self._said:
             self._said = text
             complain(f"vllm process {os.getpid()}: {text}")
+
+
+def _has_left(path: Path, mover: Mover) -> bool:
+    """Note that this process says hello for a mover, and tell whether it said so before and touches nothing any more.
+
+    A worker that was silent for long still counts it as its engine, and believes nobody else that this is over.
+    """
+    with _saying:
+        left = path in _said_hello and all(one.is_out for one in _said_hello[path])
+        _said_hello.setdefault(path, weakref.WeakSet()).add(mover)
+    return left

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbus.engines.base import Description
 from kvbus.engines.model_files import folder_digest
+from kvbus.engines.rope import require_known_rope
 from kvbus.engines.vllm_settings import PageForm
 from kvbus.errors import ConfigError
 from kvbus.pool.layout import PageLayout
@@ -18,18 +19,25 @@ from kvbus.pool.layout import PageLayout
 Foreign = Any
 # vLLM's own settings, of which only what the tested releases have is read; nothing here imports vLLM.
 
-KNOWN_PACKINGS = (("cpu", "vec", "float32"),)
-"""Platform, packing and type of which the conversion was compared with another engine's cache, bit for bit."""
+KNOWN_PACKINGS = (("cpu", "vec", "float32", "float32"),)
+"""Platform, packing, and the types of cache and model of which the conversion was compared with another engine's cache,
+bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
-    """What vLLM says of itself. `changes` names settings that change the KV of the same weights, none as a rule."""
+    """What vLLM says of itself. `changes` names settings that change the KV of the same weights, none as a rule.
+
+    `dtype` is the type of the cache's elements, which says little of their meaning: all kinds of FP8 are bytes. That
+    stands in `cache_dtype`, vLLM's own word for it, and what they were rounded from in `model_dtype`.
+    """
 
     version: str
     platform: str
     packing: str
     dtype: str
+    cache_dtype: str
+    model_dtype: str
     layers: int
     kv_heads: int
     head_dim: int
@@ -67,6 +75,7 @@ def only_spec(vllm_config: Foreign, kv_cache_config: Foreign) -> Foreign:
         )
     if vllm_config.speculative_config is not None:
         raise ConfigError("kvbus's connector moves one model's KV: start vLLM without speculative decoding")
+    require_known_rope(vllm_config.model_config.hf_text_config)
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"]:
@@ -101,11 +110,11 @@ def describe(facts: VllmFacts, *, folder: str, form: PageForm) -> Description:
 
 def is_canonical(facts: VllmFacts, form: PageForm) -> bool:
     """Tell which form pages take; ConfigError where the canonical one was demanded and the packing is not known."""
-    known = (facts.platform, facts.packing, facts.dtype) in KNOWN_PACKINGS
+    known = (facts.platform, facts.packing, facts.dtype, facts.model_dtype) in KNOWN_PACKINGS
     if form is PageForm.CANONICAL and not known:
         raise ConfigError(
-            f"canonical pages were asked for, and how {facts.platform} packs {facts.dtype} with {facts.packing!r} is "
-            "not known: set pages to auto or opaque, or run with --dtype float32"
+            f"canonical pages were asked for, and how {facts.platform} packs {facts.dtype} of {facts.model_dtype} with "
+            f"{facts.packing!r} is not known: set pages to auto or opaque, or run with --dtype float32"
         )
     return known and form is not PageForm.OPAQUE
 
@@ -116,7 +125,8 @@ def layout_of(facts: VllmFacts, digest: str, form: PageForm) -> PageLayout:
         return PageLayout(
             "kv", facts.layers, facts.kv_heads, facts.block_tokens, facts.head_dim, facts.dtype, 0, 1, digest
         )
-    packed = _digest("opaque", digest, facts.version, facts.platform, facts.packing)
+    kernels = (facts.version, facts.platform, facts.packing)
+    packed = _digest("opaque", digest, *kernels, facts.cache_dtype, facts.model_dtype)
     head_dim = 2 * facts.head_dim
     return PageLayout("opaque", facts.layers, facts.kv_heads, facts.block_tokens, head_dim, facts.dtype, 0, 1, packed)
 

@@ -131,6 +131,7 @@ class Mover:
         self._first: deque[Callable[[], None]] = deque()  # at most one for each open handle, and the ends of sessions
         self._left = threading.Event()
         self._left.set()
+        self._over = threading.Event()
         self._forgets_asked = 0
         self._forgets_heard = 0  # the thread's own
 
@@ -145,7 +146,12 @@ class Mover:
     @property
     def has_left(self) -> bool:
         """Whether nothing of a session that was detached is touched any more: the thread is back from all of it."""
-        return self._left.is_set()
+        return self._left.is_set() or self._over.is_set()
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it has left, and has not come again since."""
+        return self.session is None and self.has_left
 
     # Orders ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +237,12 @@ class Mover:
 
     def run(self) -> None:
         """Work until `stop`."""
+        try:
+            self._work()
+        finally:
+            self._over.set()
+
+    def _work(self) -> None:
         is_over = False
         while not is_over:
             work = self._orders.get()
@@ -256,8 +268,8 @@ class Mover:
 
     def detach(self) -> None:
         """The worker is gone; its pool is dropped once nobody copies any more, which `has_left` tells."""
-        self.session = None
         self._left = left = threading.Event()
+        self.session = None  # only now: whoever sees none sees also that it has not left
         self._put_first(left.set)
 
     def _guard(self, work: Callable[[], None]) -> None:

