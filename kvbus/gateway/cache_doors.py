@@ -57,9 +57,11 @@ class CacheDoors:
         async def change(request: Request) -> Response:
             instance, wanted, pin = await self._wanted(request, needs)
             asked = CacheChangeAsked(action=action, pin=pin, prompt=wanted.prompt, salt=wanted.salt)
-            blocks = await self._parts.caches.change(instance, asked)
-            if action in {"evict", "forget"}:  # it may be brought again, whatever was said of it before
-                self._parts.transfers.gate(instance).forget_ended()
+            try:
+                blocks = await self._parts.caches.change(instance, asked)
+            finally:  # also where one member refuses, or is silent: others have dropped it
+                if action in {"evict", "forget"}:  # it may be brought again, whatever was said of it before
+                    self._parts.transfers.gate(instance).forget_ended()
             return answer({"instance": instance, "action": action, "pin": pin, "blocks": blocks})
 
         return change

@@ -4,9 +4,10 @@ What is wanted of an instance is wanted of all its members, since a prompt's KV 
 """
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from kvbus.caching import CacheAnswered, CacheAsked, CacheChangeAsked, CacheChanged
@@ -23,6 +24,8 @@ ANSWER_S = 5.0
 """A member answers between two rounds, and its engine tokenizes within milliseconds; this long when overloaded."""
 
 B = TypeVar("B", bound=Body)
+
+log = logging.getLogger(__name__)
 
 
 class Caches:
@@ -45,23 +48,50 @@ class Caches:
     async def change(self, instance: str, asked: CacheChangeAsked) -> int:
         """Change all members' caches, and return how many blocks that was at the one with fewest.
 
-        Problem 409 where one refuses; a pin that others have taken by then is let go again.
+        Problem 409 where one refuses, 503 where one does not answer: a pin that this has made at others is let go again
+        then. One of that name that stood before stays, with what was added to it.
         """
-        answers = await self._ask_all(instance, asked, CacheChanged)
-        if refusal := next((answer.refusal for answer in answers.values() if answer.refusal), ""):
-            if asked.action == "pin" and len(answers) > 1:
-                await self._ask_all(instance, CacheChangeAsked(action="unpin", pin=asked.pin), CacheChanged)
-            raise Problem(409, f"{instance}: {refusal}")
-        return min(answer.blocks for answer in answers.values())
+        answers = await self._ask_each(instance, asked, CacheChanged)
+        changed = {name: one for name, one in answers.items() if isinstance(one, CacheChanged)}
+        refusal = next((one.refusal for one in changed.values() if one.refusal), "")
+        if refusal or len(changed) < len(answers):
+            await self._unpin(instance, asked.pin, [name for name, one in changed.items() if one.pin_is_new])
+            raise Problem(409, f"{instance}: {refusal}") if refusal else _first_problem(answers)
+        return min(one.blocks for one in changed.values())
 
     # ------------------------------------------------------------------------------------------------------- inside
 
+    async def _unpin(self, instance: str, pin: str, members: Collection[str]) -> None:
+        """Let a pin go again where it was just made; who does not answer now keeps it until somebody lets it go."""
+        asked = CacheChangeAsked(action="unpin", pin=pin)
+        answers = await asyncio.gather(*(self._said(instance, member, asked, CacheChanged) for member in members))
+        for answer in answers:
+            if isinstance(answer, Problem):
+                log.warning("a pin that was half made is left at %s: %s", instance, answer.text)
+
     async def _ask_all(self, instance: str, body: Body, kind: type[B]) -> dict[str, B]:
-        members: Sequence[str] = sorted(self._directory.instances.get(instance, ()))
+        answers = await self._ask_each(instance, body, kind)
+        whole = {name: one for name, one in answers.items() if not isinstance(one, Problem)}
+        if len(whole) < len(answers):
+            raise _first_problem(answers)
+        return whole
+
+    async def _ask_each(self, instance: str, body: Body, kind: type[B]) -> dict[str, B | Problem]:
+        """Return what each member says, or why it says nothing; Problem 503 where there is none."""
+        if not self._directory.instances.get(instance):
+            await self._directory.refresh()
+        members = sorted(self._directory.instances.get(instance, ()))
         if not members:
+            self._directory.require_fresh()
             raise Problem(503, f"no worker of {instance} is registered", retry_after_s=1)
-        answers = await asyncio.gather(*(self._ask(instance, member, body, kind) for member in members))
+        answers = await asyncio.gather(*(self._said(instance, member, body, kind) for member in members))
         return dict(zip(members, answers, strict=True))
+
+    async def _said(self, instance: str, member: str, body: Body, kind: type[B]) -> B | Problem:
+        try:
+            return await self._ask(instance, member, body, kind)
+        except Problem as problem:
+            return problem
 
     async def _ask(self, instance: str, member: str, body: Body, kind: type[B]) -> B:
         self._sequence += 1
@@ -79,3 +109,7 @@ class Caches:
         if not isinstance(answered, kind):
             raise Problem(503, f"{instance}/{member} does not answer", retry_after_s=1)
         return answered
+
+
+def _first_problem(answers: Mapping[str, object]) -> Problem:
+    return next(one for one in answers.values() if isinstance(one, Problem))

@@ -45,6 +45,8 @@ class EngineClient:
         connection = await _connected(path)
         try:
             refusal = await _introduced(connection, pids)
+        except PeerError as error:
+            refusal = f"what the worker says makes no sense: {error}"
         except BaseException:
             await connection.close()
             raise

@@ -40,7 +40,7 @@ class Engines:
         self._lines: dict[str, Line] = {}
 
     def statistics(self) -> Mapping[str, "LineStatistics"]:
-        """Return what waits and what runs, by instance that was ever asked."""
+        """Return what waits and what runs, by instance that was asked and is known still."""
         return {name: line.statistics() for name, line in self._lines.items()}
 
     def unreachable(self, instance: str) -> str:
@@ -61,6 +61,8 @@ class Engines:
     @asynccontextmanager
     async def answer(self, instance: str, prompt: Prompt, *, max_tokens: int, salt: str) -> AsyncIterator[Generation]:
         """Wait until it is this answer's turn and begin it; leaving cancels it. Problem 400, 429 or 503."""
+        if instance not in self._lines:
+            await self._drop_gone()
         line = self._lines.setdefault(instance, Line())
         await line.enter()
         try:
@@ -84,10 +86,18 @@ class Engines:
             if line.client is not None:
                 await line.client.close()
 
+    async def _drop_gone(self) -> None:
+        """Drop the lines of instances that were not registered for an hour, where nobody stands in them."""
+        for name, line in list(self._lines.items()):
+            if line.is_idle and not self._directory.knows(name):
+                del self._lines[name]
+                if line.client is not None:
+                    await line.client.close()
+
     async def _client(self, instance: str, line: "Line") -> EngineClient:
         async with line.connecting:
             if line.client is None or line.client.is_lost:
-                await self._directory.look_again()  # a worker that was started anew is another process
+                await self._directory.refresh()  # a worker that was started anew is another process
                 path = self._socket(instance)
                 if path is None:
                     raise EngineError(self.unreachable(instance))
@@ -139,6 +149,11 @@ class Line:
     def statistics(self) -> LineStatistics:
         """Return the counters as they stand."""
         return LineStatistics(**self._counts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits, and nothing is with the worker."""
+        return not self._counts["waiting"] and not self._counts["running"]
 
     async def enter(self) -> None:
         """Wait for one's turn; Problem 429 where too many do, 503 where it does not come."""

@@ -99,16 +99,18 @@ class Client:
 class Feed:
     """Follows the facts log from its end on, and hands each message to all clients."""
 
-    def __init__(self, bus: Bus, topics: Topics, *, instances: Callable[[], Iterable[str]]) -> None:
+    def __init__(self, bus: Bus, topics: Topics) -> None:
         self._bus = bus
         self._topics = topics
-        self._instances = instances
         self._subscriber = Subscriber(bus, topics)
         self._followers: list[Follower] = []
         self._clients: set[Client] = set()
         self._recent: deque[Told] = deque(maxlen=RECENT_MAX)
         self._gone_place = 0
         """Up to here nothing is kept: it came before this gateway, or too much came since."""
+        self._newest_place = 0
+        self._place_shift = 0
+        """What the log's own places are raised by, so that places only grow, also where the log went back."""
         self._sequence = 0
         self._within = 0
         self._heard = 0
@@ -150,6 +152,7 @@ class Feed:
             if len(self._recent) == RECENT_MAX:
                 self._gone_place = self._recent[0].place
             self._recent.append(told)
+            self._newest_place = max(self._newest_place, told.place)
         for client in self._clients:
             client.tell(told)
 
@@ -162,9 +165,9 @@ class Feed:
         """Hear the log until cancelled; a broker that is away is waited for."""
         while True:
             try:
-                since = await self._end_of_log()
-                self._gone_place = max(self._gone_place, since * PLACES)
-                async with aclosing(self._subscriber.facts(since=since, settle=False)) as events:
+                if not self._newest_place:  # what came before is history; once begun, nothing is passed over
+                    self._begin_behind(await self._bus.log_end(self._topics.facts_filter()))
+                async with aclosing(self._subscriber.facts(since=self._sequence, settle=False)) as events:
                     self.listening = True
                     async for item in events:
                         self._hear(item)
@@ -172,30 +175,45 @@ class Feed:
                             await asyncio.sleep(0)
             except BusError as error:
                 log.info("facts are not heard: %s", error)
-            self.listening = False
+            finally:
+                self.listening = False
             await asyncio.sleep(PAUSE_S)
+
+    def _begin_behind(self, sequence: int) -> None:
+        """Begin behind a message of the log."""
+        self._sequence = sequence
+        self._gone_place, self._newest_place = sequence * PLACES, sequence * PLACES + PLACES - 1
 
     def _hear(self, item: Seen | Lagged) -> None:
         if isinstance(item, Lagged):
             if item.lost:
                 self.losses += 1
-                self.tell(lagged(item.reason))
+                self._lose(item.reason)
             return
         self._heard += 1
-        self._within = self._within + 1 if item.sequence == self._sequence else 0
-        self._sequence = item.sequence
-        place = item.sequence * PLACES + self._within
+        place = self._next_place(item.sequence) if item.sequence else 0
         for follower in self._followers:
             for told in follower.hear(item):
                 self.tell(replace(told, place=place) if told.place else told)
 
-    async def _end_of_log(self) -> int:
-        """Return the place of the newest fact of any instance: what came before is history."""
-        newest = [await self._bus.last(self._topics.facts(name)) for name in self._instances()]
-        return max((delivery.sequence for delivery in newest if delivery), default=0)
+    def _lose(self, reason: str) -> None:
+        """Tell of a loss in its place among the events, so that who is away now hears of it when it comes back."""
+        self._newest_place += 1
+        self.tell(replace(lagged(reason), place=self._newest_place))
+
+    def _next_place(self, sequence: int) -> int:
+        """Return the place of the next event of a stored message."""
+        self._within = self._within + 1 if sequence == self._sequence else 0
+        self._sequence = sequence
+        place = sequence * PLACES + self._within
+        self._place_shift = max(self._place_shift, self._newest_place + 1 - place)
+        self._newest_place = place + self._place_shift
+        return self._newest_place
 
     def _repeat(self, client: Client, after: int) -> None:
-        if after < self._gone_place:
+        if after > self._newest_place:
+            client.tell(lagged(f"nothing stands at {after} here, as where the log was lost: ask the log"))
+        elif after < self._gone_place:
             client.tell(lagged(f"what followed {after} is no longer kept here: ask the log"))
         for told in self._recent:
             if told.place > after:

@@ -60,6 +60,11 @@ class TransferGate:
         """How many requests a repeat may join."""
         return len(self._entries)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is asked and nothing that was fired runs."""
+        return not self._asking and not self._inflight
+
     def enter(self, record: Record) -> Passed:
         """Answer a request that came at its record's time: a repeat before anything else, then load."""
         self._expire(record.accepted_at)
@@ -110,6 +115,14 @@ class TransferGate:
     def show(self, record: Record) -> None:
         """Remember, for those who ask, a request that others made."""
         self._show(record)
+
+    def left_open(self, member: str, epoch: int) -> list[Record]:
+        """Return what others made and a member took on in another run than this, and whose end was not told."""
+        return [
+            record
+            for record in self._latest.values()
+            if not record.ours and not record.ended and record.member == member and record.epoch != epoch
+        ]
 
     def find(self, request_hash: str) -> Record | None:
         """Return the latest request of a hash, ended or not."""

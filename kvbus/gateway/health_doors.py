@@ -46,7 +46,7 @@ class HealthDoors:
         """Say whether a transfer could be served now, and what is missing."""
         missing = self._missing()
         if missing:  # what was registered a moment ago may not be known here yet
-            await self._parts.directory.look_again()
+            await self._parts.directory.refresh()
             missing = self._missing()
         return answer({"ready": not missing, "missing": missing}, 503 if missing else 200)
 

@@ -20,6 +20,7 @@ REFUSALS: Final[Mapping[int, str]] = {
     503: "unavailable",
 }
 """What a status means where a transfer was asked for."""
+_FAULT: Final = 500
 
 
 class RequestCounts:
@@ -64,19 +65,20 @@ class Metering:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        begun = False
 
         async def noting(message: Message) -> None:
-            nonlocal status
+            nonlocal begun
             if message["type"] == "http.response.start":
-                status = int(message["status"])
-                self._note(scope, status)
+                begun = True
+                self._note(scope, int(message["status"]))
             await send(message)
 
         try:
             await self._app(scope, receive, noting)
         except Exception:
-            self._note(scope, status)
+            if not begun:
+                self._note(scope, _FAULT)
             raise
 
     def _note(self, scope: Scope, status: int) -> None:

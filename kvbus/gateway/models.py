@@ -32,22 +32,27 @@ class Served:
 async def served_models(parts: Parts, instance: str = "") -> list[Served]:
     """Return what can be asked through this gateway, of one instance or of all."""
     if (parts.transfers.instances() or {instance}) - parts.directory.instances.keys():
-        await parts.directory.look_again()
+        await parts.directory.refresh()
     return [one for one in _registered(parts, instance) if not parts.engines.unreachable(one.instance)]
 
 
 async def meant(parts: Parts, model: str, instance: str) -> Served:
     """Return the one that a name means, with the instance that the path names, if it does.
 
-    Problem 400 where several are meant, 404 where none is, or where its engine cannot be asked from here.
+    Problem 400 where several are meant, 404 where none is, or where its engine cannot be asked from here, 503 where
+    nobody can say now: the registry cannot be read, or holds nobody of the instance that the path names.
     """
     if instance:
         instance = await parts.transfers.served(instance)
     known = _registered(parts, instance)
-    if model and not any(model in one.names for one in known):
-        await parts.directory.look_again()
+    if not any(not model or model in one.names for one in known):
+        await parts.directory.refresh()
         known = _registered(parts, instance)
     found = [one for one in known if not model or model in one.names]
+    if not known:
+        parts.directory.require_fresh()
+    if instance and not known:
+        raise Problem(503, f"no worker of {instance} is registered", retry_after_s=1)
     if not found:
         raise _missing(f"there is no model {model!r} here", known)
     reachable = [one for one in found if not parts.engines.unreachable(one.instance)]

@@ -128,7 +128,7 @@ MODELS: Final = {
         "200": json_answer(
             "The names.", record_of({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL_RECORD}})
         ),
-        **_errors(s404="This gateway serves no such instance."),
+        **_errors(s404="This gateway serves no such instance.", s503="The registry of instances cannot be read."),
     },
 }
 MODEL: Final = {
@@ -137,6 +137,10 @@ MODEL: Final = {
     "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
     "responses": {
         "200": json_answer("It does.", _MODEL_RECORD),
-        **_errors(s400="It stands for several.", s404="It stands for none."),
+        **_errors(
+            s400="It stands for several.",
+            s404="It stands for none.",
+            s503="Nobody can say now: the instance is not registered, or the registry cannot be read.",
+        ),
     },
 }

@@ -8,16 +8,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from kvbus.caching import CacheAnswered, CacheAsked
 from kvbus.errors import BusError
 from kvbus.gateway.answers import Problem
-from kvbus.gateway.caches import Caches
 from kvbus.gateway.feed import Client, Feed, Told
 from kvbus.gateway.page_rows import ROWS_MAX, Tables, head_document
 from kvbus.picture.following import Surroundings, begin
-from kvbus.picture.members import PoolSaid
 from kvbus.picture.whole import Picture
 from kvbus.subscriber import Seen
 from kvbus.topics import Topics
@@ -44,19 +41,15 @@ class PageFeed:
         bus: Bus,
         topics: Topics,
         feed: Feed,
-        caches: Caches,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.picture = Picture()
         self._bus = bus
         self._topics = topics
         self._feed = feed
-        self._caches = caches
         self._wall_ns = wall_ns
         self._clients: set[Client] = set()
-        self._beside = Surroundings(
-            bus, topics, self.picture, wanted=lambda: bool(self._clients), otherwise=self._pools
-        )
+        self._beside = Surroundings(bus, topics, self.picture, wanted=lambda: bool(self._clients))
         self._tables = Tables()
         self._head: dict[str, object] = {}
         self._sequence = 0
@@ -157,26 +150,3 @@ class PageFeed:
             told = Told("update", 0, json.dumps(update).encode())
             for client in self._clients:
                 client.tell(told)
-
-    async def _pools(self, members: Sequence[tuple[str, str]]) -> list[PoolSaid]:
-        """Ask for pools as a requester may: through their caches' door."""
-        found: list[PoolSaid] = []
-        for instance in sorted({instance for instance, _ in members}):
-            try:
-                answers = await self._caches.look(instance, CacheAsked())
-            except Problem:
-                continue
-            found += [_pool(instance, member, answer) for member, answer in answers.items()]
-        return found
-
-
-def _pool(instance: str, member: str, answer: CacheAnswered) -> PoolSaid:
-    return PoolSaid(
-        instance,
-        member,
-        pages=answer.pages,
-        pages_free=answer.pages_free,
-        pages_cached=answer.pages_cached,
-        pages_lent=answer.pages_lent,
-        pages_quarantined=answer.pages_quarantined,
-    )

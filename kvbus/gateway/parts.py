@@ -7,6 +7,7 @@ from kvbus.gateway.caches import Caches
 from kvbus.gateway.directory import Directory
 from kvbus.gateway.engines import Engines
 from kvbus.gateway.feed import Feed
+from kvbus.gateway.lives import Lives
 from kvbus.gateway.metering import RequestCounts
 from kvbus.gateway.page_feed import PageFeed
 from kvbus.gateway.settings import GatewaySettings
@@ -34,3 +35,4 @@ class Parts:
     page: PageFeed
     stories: Stories
     requests: RequestCounts = field(default_factory=RequestCounts)
+    lives: Lives = field(default_factory=Lives)

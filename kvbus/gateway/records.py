@@ -27,6 +27,9 @@ class Record:
     reason: str = ""
     repeats: int = 0
     outcome: TransferOutcome | None = None
+    member: str = ""
+    epoch: int = 0
+    """Whose run took it on, for what others made: with that run its end may be lost."""
     forget_at_end: bool = field(default=False, repr=False)
 
     @property

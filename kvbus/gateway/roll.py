@@ -2,7 +2,8 @@
 scrapes. Between scrapes nobody is asked; from the first one on heartbeats are heard.
 
 A member that was here and does not answer stays on the roll for an hour, so that an alert on its silence has a time to
-grow; after that only whoever runs the place knows whether it was meant to come back.
+grow; after that only whoever runs the place knows whether it was meant to come back. One that said that it drains or
+leaves was meant to go: it goes with its record.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ ASKED_MAX = 64
 MEMBERS_MAX = 512
 """Members on the roll; each is some 200 lines of an answer. A new one takes the place of whoever is gone longest."""
 KEEP_S = 3_600.0
-"""For how long a member that is gone stays: it may have been stopped on purpose, which nobody can see from here."""
+"""For how long a member stays that is gone without a word: it may have been stopped on purpose, which nobody sees."""
 
 log = logging.getLogger(__name__)
 Who = tuple[str, str]
@@ -47,6 +48,8 @@ class Member:
     record: InstanceRecord | None = None
     epoch: int = 0
     beat_at: float | None = None
+    state: str = ""
+    """What it said last of its way out; empty while it takes part."""
     counted: Mapping[str, int | float | str] | None = None
 
     @property
@@ -106,9 +109,14 @@ class Roll:
             known[who].seen_at = now
         for who in [who for who, one in known.items() if now - one.seen_at > KEEP_S]:
             del known[who]
+        if self.directory.fresh:  # an old look at the registry does not say that a record is gone
+            for who in [who for who, one in known.items() if one.state and who not in here]:
+                del known[who]
         for who, one in here.items():
             if who in known or self._make_room(now):
                 member = known.setdefault(who, Member(*who, now, now))
+                if one.record.state or one.epoch != member.epoch:  # a heartbeat says sooner that it stays after all
+                    member.state = one.record.state or ""
                 member.record, member.epoch = one.record, one.epoch
 
     def _make_room(self, now: float) -> bool:
@@ -160,3 +168,5 @@ class Roll:
         member = self.members.get((event.header.i, event.header.m))
         if member is not None and event.header.i == name and isinstance(event.body, HeartbeatSeen):
             member.beat_at = member.seen_at = self.clock()
+            if event.header.e == member.epoch:
+                member.state = event.body.state or ""

@@ -24,13 +24,15 @@ QUEUE_WAIT_S = 60.0
 """As the request itself says: the destination refuses one that waited longer."""
 HANDED_BACK_WAIT_S = 600.0
 """The queue keeps a request so long: within it the next run of its destination takes up what was handed back."""
+CANCEL_PAUSE_S = 1.0
+"""Between two tries of a cancel that nobody has heard; a broker that was restarted is back by then."""
 SLACK_S = 10.0
 """Beyond queue and budget: how long an outcome may take to arrive, as in `kvbus stage`."""
 
 log = logging.getLogger(__name__)
 
 _STATUS: dict[str, Status] = {"settled": "transferred", "partial": "transferred", "cancelled": "cancelled"}
-_SOURCE_WORDS = ("source ", "no instance ")
+_SOURCE_WORDS = "source "  # one that is not registered passes, as what a destination says of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,22 @@ class Run:
     taken: "asyncio.Future[Taken]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     handle: TransferHandle | None = None
     cancel_wanted: bool = False
+    stopping: "asyncio.Task[None] | None" = None
 
     async def serve(self) -> None:
         """See the request through to its end."""
+        reason = "a fault of the gateway ended its watch over this: its log says more"
         try:
             verdict = await self._verdict()
             if verdict is not None and self._take(verdict):
                 await self._follow(verdict)
+        except asyncio.CancelledError:
+            reason = "the gateway stopped before an outcome came"
+            raise
         finally:
-            self._close("the gateway stopped before an outcome came")
+            if self.stopping is not None:
+                self.stopping.cancel()
+            self._close(reason)
 
     def hear(self, outcome: TransferOutcome, cause: str) -> None:
         """Take an outcome that the facts told: results may be lost on their way, facts are not.
@@ -84,12 +93,23 @@ class Run:
             return False
         record.transfer, record.status = transfer, "running"
         handle.hear_moved(transfer)
+        self._stop_soon()
         return True
 
     async def cancel(self) -> bool:
-        """Ask the destination to stop; also once it takes the request on, should it not have yet."""
-        self.cancel_wanted = True
-        return await self.publisher.cancel(self.record.request_hash, self.record.destination)
+        """Ask the destination to stop; whether it has heard that, or will once it takes the request on.
+
+        Where it runs already and nobody hears, nothing is left behind; BusError says that the bus is away.
+        """
+        waits = self.record.status in {"asking", "queued"}
+        self.cancel_wanted |= waits
+        try:
+            heard = await self.publisher.cancel(self.record.request_hash, self.record.destination)
+        except BusError:
+            if not waits:
+                raise
+            heard = False
+        return heard or waits
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -142,9 +162,10 @@ class Run:
             return
         if verdict.verdict == "queued":
             verdict = await handle.verdict(QUEUE_WAIT_S + SLACK_S)
-            record.status, record.transfer = "running" if verdict.hopeful else record.status, verdict.transfer
-        if self.cancel_wanted and verdict.hopeful:
-            await self.publisher.cancel(record.request_hash, record.destination)
+            taken = verdict.verdict in {"accepted", "deduped"}  # else it still waits, or was refused
+            record.status, record.transfer = "running" if taken else record.status, verdict.transfer
+        if verdict.hopeful:
+            self._stop_soon()
         wait_s = self.asked.budget_s + SLACK_S
         outcome = await self._outcome(handle, wait_s)
         if outcome is None:
@@ -153,12 +174,28 @@ class Run:
         else:
             self._end(outcome_status(outcome), outcome.reason, outcome)
 
+    def _stop_soon(self) -> None:
+        if self.cancel_wanted and (self.stopping is None or self.stopping.done()):
+            self.stopping = asyncio.get_running_loop().create_task(self._stop())
+
+    async def _stop(self) -> None:
+        """Repeat a cancel that came before the request was taken on, until it is heard or the request ends."""
+        heard = False
+        while not heard:
+            try:
+                heard = await self.publisher.cancel(self.record.request_hash, self.record.destination)
+            except BusError as error:
+                log.info("a cancel was not heard, and is repeated: %s", error, extra=self._about())
+            if not heard:
+                await asyncio.sleep(CANCEL_PAUSE_S)
+
     async def _outcome(self, handle: TransferHandle, wait_s: float) -> TransferOutcome | None:
         """Wait for the outcome, anew for each run that its queue offers it to, which ends in ten minutes."""
         record = self.record
         while True:
             stood = record.transfer, record.status
-            outcome = await handle.outcome(wait_s + (HANDED_BACK_WAIT_S if record.status == "queued" else 0.0))
+            handed_back = record.status == "queued" and record.transfer != ""
+            outcome = await handle.outcome(wait_s + (HANDED_BACK_WAIT_S if handed_back else 0.0))
             if outcome is not None or stood == (record.transfer, record.status):
                 return outcome
 
@@ -190,6 +227,6 @@ def outcome_status(outcome: TransferOutcome) -> Status:
 
 def refusal(reason: str, destination: str) -> Problem:
     """Return what a destination's refusal is to a caller: about the source, 403; about its own state, 503."""
-    if reason.startswith((*_SOURCE_WORDS, f"{destination!r} allows no source")):
+    if reason.startswith((_SOURCE_WORDS, f"{destination!r} allows no source")):
         return Problem(403, f"{destination} refuses: {reason}")
     return Problem(503, f"{destination} refuses: {reason}", retry_after_s=1)

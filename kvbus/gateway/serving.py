@@ -40,19 +40,20 @@ async def running(settings: GatewaySettings, bus: Bus, topics: Topics) -> AsyncI
         transfers = Transfers(
             settings=settings, directory=directory, publisher=publisher, clock=time.monotonic, wall_s=time.time
         )
-        feed = Feed(bus, topics, instances=transfers.instances)
+        feed = Feed(bus, topics)
         feed.follow(transfers)
         feed.follow(TransferTeller())
         caches = Caches(bus=bus, topics=topics, directory=directory, publisher=publisher)
         engines = Engines(directory, settings.run_dir)
-        page = PageFeed(bus=bus, topics=topics, feed=feed, caches=caches)
+        page = PageFeed(bus=bus, topics=topics, feed=feed)
         feed.follow(page)
         stories = Stories(bus=bus, topics=topics, span=page.picture.span)
         parts = Parts(
             settings, bus, topics, publisher, directory, feed, transfers, caches, Bodies(), engines, page, stories
         )
         await directory.refresh()
-        tasks = [asyncio.ensure_future(part.run()) for part in (directory, feed, page)]
+        for work in (directory.run(), feed.run(), page.run()):
+            parts.lives.begin(work)
         try:
             yield parts
         finally:
@@ -60,9 +61,7 @@ async def running(settings: GatewaySettings, bus: Bus, topics: Topics) -> AsyncI
             page.close()
             await engines.close()
             await transfers.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await parts.lives.end()
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +83,7 @@ async def served(parts: Parts) -> AsyncIterator[str]:
             timeout_graceful_shutdown=round(STOP_WAIT_S),
         )
     )
-    task = asyncio.ensure_future(server.serve(sockets=[listening]))
+    task = parts.lives.begin(server.serve(sockets=[listening]))
     try:
         yield url
     finally:
@@ -98,10 +97,10 @@ async def served(parts: Parts) -> AsyncIterator[str]:
 async def run_gateway(
     settings: GatewaySettings, bus: Bus, topics: Topics, *, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve until `stop` is set; `on_ready` hears the base URL."""
+    """Serve until `stop` is set, or a part fails, which raises; `on_ready` hears the base URL."""
     async with running(settings, bus, topics) as parts, served(parts) as url:
         on_ready(url)
-        await stop.wait()
+        await parts.lives.last_until(stop)
 
 
 class Server(uvicorn.Server):

@@ -106,6 +106,11 @@ class Allowlist:
     def __contains__(self, source: object) -> bool:
         return source in self.sources
 
+    def may_list(self, source: Source) -> bool:
+        """Whether a source may prove to be allowed, once it is known what it stands for."""
+        by_name = any(isinstance(one, InstanceName) for one in self.sources)
+        return source in self.sources or (isinstance(source, BaseUrl) and by_name)
+
     def refusal(self, source: Source | None, names: Collection[str] = ()) -> str:
         """Return why a source is refused, or "": neither itself nor the one instance it stands for is listed."""
         if not self.sources:

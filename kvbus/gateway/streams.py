@@ -40,8 +40,11 @@ class EventStream(Response):
         self._send_wait_s = send_wait_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        del scope
+        """Answer a request; one for the head alone has it at once."""
+        if scope.get("method") == "HEAD":
+            self._feed.leave(self._client)
+            await super().__call__(scope, receive, send)
+            return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.ensure_future(self._until_gone(receive))
         try:

@@ -72,6 +72,8 @@ class TransferDoors:
         record = transfers.find(_hash_of(request), await self._instance(request))
         if wait_s:
             await transfers.until_ended(record, wait_s)
+            if not record.ended:  # it may not have been taken on, and is remembered no more then
+                record = transfers.find(record.request_hash, record.destination)
         return answer(record.document())
 
     async def cancel(self, request: Request) -> Response:
@@ -84,13 +86,13 @@ class TransferDoors:
     async def events(self, request: Request) -> Response:
         """Follow steps and outcomes."""
         feed = self._parts.feed
-        require_room(feed)
         instance, wanted_hash = await self._instance(request), request.query_params.get("request_hash", "")
         if wanted_hash and not REQUEST_HASH_PATTERN.fullmatch(wanted_hash):
             raise Problem(400, "request_hash must be 32 lower-case hex characters")
         place = request.headers.get("last-event-id") or request.query_params.get("after", "")
         if place and not _NUMBER.fullmatch(place):
             raise Problem(400, "the place to go on from must be the id of an event")
+        require_room(feed)  # behind the last wait: others may have joined meanwhile
         client = feed.join(_filter(instance, wanted_hash), after=int(place) if place else None)
         return EventStream(feed, client)
 

@@ -112,6 +112,7 @@ _RECORD: Final = record_of(
 )
 _HASH_PARAMETER: Final = {"name": "request_hash", "in": "path", "required": True, "schema": HASH}
 _GONE: Final = "Nothing is remembered of this hash, or this gateway serves no such instance."
+_NOBODY: Final = "No instance is registered, or the registry of instances cannot be read."
 _SEVERAL: Final = "Several instances have a request of this hash: name one in the path."
 
 ASK: Final = {
@@ -122,11 +123,11 @@ ASK: Final = {
         "202": json_answer("Taken on, joined to the same request, or skipped since enough is running.", _ANSWER),
         **problems(
             s400="The body is no such request.",
-            s403="The source is not allowed, or stands for no registered instance.",
+            s403="The source is not allowed, or several instances claim it.",
             s404="This gateway serves no such destination.",
             s408="The body came too slowly.",
             s413="The body is too long.",
-            s503="The bus or the destination takes nothing now.",
+            s503="The bus or the destination takes nothing now, or a source that is allowed is not registered now.",
         ),
     },
 }
@@ -135,7 +136,7 @@ STATS: Final = {
     "summary": "The published counters; fired = transferred + failed + inflight at every instant.",
     "responses": {
         "200": json_answer("Counters since start.", record_of({one.name: COUNT for one in fields(GateStatistics)})),
-        **problems(s404="This gateway serves no such instance.", s503="No instance is registered."),
+        **problems(s404="This gateway serves no such instance.", s503=_NOBODY),
     },
 }
 LOOK: Final = {
@@ -152,7 +153,7 @@ LOOK: Final = {
     ],
     "responses": {
         "200": json_answer("The latest request of this hash.", _RECORD),
-        **problems(s400="wait_s does not fit.", s404=_GONE, s409=_SEVERAL, s503="No instance is registered."),
+        **problems(s400="wait_s does not fit.", s404=_GONE, s409=_SEVERAL, s503=_NOBODY),
     },
 }
 CANCEL: Final = {
@@ -161,9 +162,10 @@ CANCEL: Final = {
     "parameters": [_HASH_PARAMETER],
     "responses": {
         "202": json_answer(
-            "The destination knows.", record_of({"status": {"const": "cancelling"}, "request_hash": HASH})
+            "The destination knows, or will be told once it takes the request from its queue.",
+            record_of({"status": {"const": "cancelling"}, "request_hash": HASH}),
         ),
-        **problems(s404=_GONE, s409=f"It has ended already. {_SEVERAL}", s503="Nobody answers."),
+        **problems(s404=_GONE, s409=f"It has ended already. {_SEVERAL}", s503="Nobody answers: nothing was stopped."),
     },
 }
 EVENTS: Final = {
@@ -177,6 +179,6 @@ EVENTS: Final = {
     ],
     "responses": {
         "200": {"description": "A stream that does not end.", "content": {"text/event-stream": {"schema": TEXT}}},
-        **problems(s400="A parameter does not fit.", s404=_GONE, s503="Too many clients follow."),
+        **problems(s400="A parameter does not fit.", s404=_GONE, s503=f"Too many clients follow. {_NOBODY}"),
     },
 }

@@ -16,7 +16,9 @@ from kvbus.gateway.asked import Asked
 from kvbus.gateway.directory import Directory
 from kvbus.gateway.feed import Told
 from kvbus.gateway.gate import GateStatistics, TransferGate
+from kvbus.gateway.gates import Gates
 from kvbus.gateway.records import Record
+from kvbus.gateway.restarts import Restarts
 from kvbus.gateway.runs import Run, Taken, outcome_status
 from kvbus.gateway.settings import GatewaySettings
 from kvbus.gateway.sources import Allowlist, Source, source_of
@@ -55,11 +57,11 @@ class Transfers:
         self._publisher = publisher
         self._clock = clock
         self._wall_s = wall_s
-        self._gates: dict[str, TransferGate] = {}
-        self._epochs: dict[str, dict[str, int]] = {}
+        self._gates = Gates(settings, directory)
+        self._restarts = Restarts()
         self._runs: dict[Record, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waited: dict[Record, asyncio.Event] = {}
+        self._waited: dict[Record, set[asyncio.Future[None]]] = {}
 
     # -------------------------------------------------------------------------------------------------------- asking
 
@@ -70,7 +72,7 @@ class Transfers:
         if source == destination:
             raise Problem(400, f"source and destination are both {source!r}: an instance is not its own source")
         request_hash = asked.request_hash(source)
-        self._notice_restart(destination)
+        self._gates.notice_restart(destination, self._clock())
         record = Record(request_hash, source, destination, asked.model, self._clock(), self._wall_s())
         gate = self.gate(destination)
         passed = gate.enter(record)
@@ -110,52 +112,56 @@ class Transfers:
         return run
 
     async def _allowed_source(self, text: str) -> str:
-        """Return the instance that a source stands for; Problem 403 where it may not be named, or stands for none."""
+        """Return the instance that a source stands for.
+
+        Problem 403 where it may not be named, or stands for several; 503 where it may, and is not there now.
+        """
         try:
             source = source_of(text)
         except ValueError as error:
             raise Problem(403, self._allowlist.refusal(None) or str(error)) from error
         names = self._directory.names_of(source)
-        if reason := self._allowlist.refusal(source, names):
-            raise Problem(403, reason)
-        if not names:
-            await self._directory.look_again()
+        if not names and self._allowlist.may_list(source):
+            await self._directory.refresh()
             names = self._directory.names_of(source)
+        if reason := self._allowlist.refusal(source, names):
+            if self._allowlist.may_list(source) and not names:
+                self._directory.require_fresh()
+            raise Problem(403, reason)
         return self._one_of(names, source)
-
-    def _notice_restart(self, instance: str) -> None:
-        """A member that started again has an empty pool: what was brought into it may be brought again."""
-        members = self._directory.instances.get(instance, {})
-        epochs = {name: one.epoch for name, one in members.items()}
-        known = self._epochs.setdefault(instance, {})
-        if any(known.get(name, epoch) != epoch for name, epoch in epochs.items()):
-            self.gate(instance).forget_ended()
-        known.update(epochs)
 
     def _one_of(self, names: Iterable[str], source: Source) -> str:
         match sorted(names):
             case [name]:
                 return name
             case []:
-                raise Problem(403, "no registered instance answers to this source: is its worker running?")
+                self._directory.require_fresh()
+                text = "no registered instance answers to this source: is its worker running?"
+                raise Problem(503, text, retry_after_s=1)
             case several:
                 raise Problem(403, f"several instances claim this source: {', '.join(several)}", source=str(source))
 
     # --------------------------------------------------------------------------------------------------- destinations
 
     async def served(self, instance: str, wanted: str = "") -> str:
-        """Return the one instance that a request is about; Problem 400 or 404 where that is none, or unclear."""
+        """Return the one instance that a request is about.
+
+        Problem 400 or 404 where that is none, or unclear; 503 where nobody can say, or no instance is there now.
+        """
         if instance and wanted and instance != wanted:
             raise Problem(400, f"the path names {instance!r}, and destination is {wanted!r}")
         name = instance or wanted
+        if not name and not self.instances():
+            await self._directory.refresh()
         served = self.instances()
         if name in served:
             return name
         if name:
             if not self._settings.instances:
-                await self._directory.look_again()
+                await self._directory.refresh()
                 if name in self._directory.instances:
                     return name
+                self._directory.require_fresh()
             raise Problem(404, f"this gateway serves no instance {name!r}", instances=sorted(served))
         if len(served) == 1:
             return next(iter(served))
@@ -168,31 +174,25 @@ class Transfers:
         return frozenset(self._settings.instances or self._directory.instances)
 
     def gate(self, instance: str) -> TransferGate:
-        """Return the gate of an instance; there is one for each that was ever served, so they are few."""
-        if instance not in self._gates:
-            settings = self._settings
-            self._gates[instance] = TransferGate(
-                inflight_max=settings.inflight_max,
-                dedup_ttl_s=settings.dedup_ttl_s,
-                entries_max=settings.entries_max,
-            )
-        return self._gates[instance]
+        """Return the gate of an instance."""
+        return self._gates.gate(instance, self._clock())
 
     def statistics(self, instance: str = "") -> GateStatistics:
         """Return the counters of an instance; without one, those of all that this gateway speaks for, added up."""
-        now = self._clock()
-        names = [instance] if instance else [*self.gated()]
-        return sum((self.gate(name).statistics(now) for name in names), GateStatistics())
+        if instance:
+            return self.gate(instance).statistics(self._clock())
+        return self._gates.total(self.gated(), self._clock())
 
     def gated(self) -> frozenset[str]:
-        """Return the instances that have counters: those that are served now, or ever were."""
-        return frozenset(self._gates.keys() | self.instances())
+        """Return the instances that have counters: those that are served now, or were within the last hour."""
+        self._gates.drop_gone(self._clock())
+        return self.instances().union(self._gates.names())
 
     # -------------------------------------------------------------------------------------------------------- records
 
     def find(self, request_hash: str, instance: str = "") -> Record:
         """Return the latest request of a hash; Problem 404 or 409 where there is none, or one for several instances."""
-        names = [instance] if instance else list(self._gates)
+        names = [instance] if instance else self._gates.names()
         found = [record for name in names if (record := self.gate(name).find(request_hash))]
         if not found:
             raise Problem(404, "no request of this hash is remembered here")
@@ -205,12 +205,15 @@ class Transfers:
         """Wait until a request has ended, at most so long."""
         if record.ended:
             return
-        over = self._waited.setdefault(record, asyncio.Event())
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waited.setdefault(record, set())
+        waiting.add(over)
         try:
-            async with asyncio.timeout(wait_s):
-                await over.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait({over}, timeout=wait_s)
+        finally:
+            waiting.discard(over)
+            if not waiting and self._waited.get(record) is waiting:
+                del self._waited[record]
 
     async def cancel(self, record: Record) -> None:
         """Ask for a request to stop; Problem 409 or 503 where it has ended, or nobody answers."""
@@ -228,12 +231,14 @@ class Transfers:
     def hear(self, seen: Seen) -> Iterable[Told]:
         """Take what the facts say of a transfer, whoever asked for it; clients hear it from another."""
         body, instance = seen.event.body, seen.event.header.i
+        if self._restarts.spoke(seen.event.header) and instance in self._gates:
+            self._lose(seen.event.header)
         if isinstance(body, TransferStep):
             self._hear_step(body, seen.event.header)
         elif isinstance(body, TransferOutcome) and body.destination == instance:
             self._hear_outcome(body, seen.event.header)
         elif isinstance(body, NamesForgotten) and instance in self._gates:
-            self._gates[instance].forget_ended()
+            self.gate(instance).forget_ended()
         return ()
 
     async def close(self) -> None:
@@ -255,7 +260,7 @@ class Transfers:
         elif body.step != "accepted":
             return
         elif record is None or record.ended:
-            gate.show(self._foreign(header.i, body.request_hash, body.transfer, header.t / 1e9))
+            gate.show(self._foreign(header, body.request_hash, body.transfer))
         elif run is not None and run.move(body.transfer, header.c):
             record.step = body.step
 
@@ -265,25 +270,35 @@ class Transfers:
         gate = self.gate(body.destination)
         record = gate.find(body.request_hash)
         if record is None:
-            record = self._foreign(body.destination, body.request_hash, body.transfer, header.t / 1e9)
+            record = self._foreign(header, body.request_hash, body.transfer)
             gate.show(record)
         if run := self._runs.get(record):
             run.hear(body, header.c)
-        elif not record.ours and record.transfer == body.transfer and not record.ended:
+        elif not record.ours and record.transfer == body.transfer and record.outcome is None:
             record.source, record.status = body.source, outcome_status(body)
             record.reason, record.outcome = body.reason, body
             self._ended(record)
 
-    def _foreign(self, instance: str, request_hash: str, transfer: str, unix_s: float) -> Record:
+    def _foreign(self, header: Header, request_hash: str, transfer: str) -> Record:
         """Return a record of what others asked for: it can be looked at, and stands in nobody's way."""
-        record = Record(request_hash, "", instance, "", self._clock(), unix_s, ours=False, transfer=transfer)
+        record = Record(request_hash, "", header.i, "", self._clock(), header.t / 1e9, ours=False, transfer=transfer)
         record.status, record.step = "running", "accepted"
+        record.member, record.epoch = header.m, header.e
         return record
+
+    def _lose(self, header: Header) -> None:
+        """End what others asked a run for that has ended: where it is taken up again, that is another transfer."""
+        for record in self.gate(header.i).left_open(header.m, header.e):
+            if record not in self._runs:
+                record.status = "failed"
+                record.reason = f"{header.i}/{header.m} started anew, and its last run told no end of this"
+                self._ended(record)
 
     def _ended(self, record: Record) -> None:
         self._runs.pop(record, None)
-        if over := self._waited.pop(record, None):
-            over.set()
+        for over in self._waited.pop(record, ()):
+            if not over.done():
+                over.set_result(None)
 
     def _forget_task(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

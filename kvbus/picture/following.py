@@ -1,7 +1,7 @@
 """Keeps a picture current over a bus: facts with what the log still holds of them, heartbeats, the registry, pools.
 
-Needs no more than an observer's rights. A broker that is away is waited for; what was missed is repaired by the
-subscriber, and where that cannot be, the members are asked for their state.
+Needs no more than an observer's or a requester's rights. A broker that is away is waited for; what was missed is
+repaired by the subscriber, and where that cannot be, the members are asked for their state.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 
 from kvbus.bus_access import DeniedError
@@ -17,10 +17,10 @@ from kvbus.errors import BusError, PeerError
 from kvbus.events import Header, HeartbeatSeen, InstanceRecord, StatsAnswered, StatsAsked, decode, encode
 from kvbus.picture.members import PoolSaid
 from kvbus.picture.whole import Picture
-from kvbus.restoring import ASKER, snapshots
+from kvbus.restoring import ASKED_MAX, ASKER, snapshots
 from kvbus.subscriber import Lagged, Subscriber, told
 from kvbus.topics import Query, Topics, unescape
-from kvbus.transport import BUCKET_INSTANCES, Bus, Delivery, NoAnswer, Subscription
+from kvbus.transport import BUCKET_INSTANCES, Bus, Delivery, Subscription
 
 PAST_MAX = 2_000
 """Stored messages that a picture begins with, the last ones: recent outcomes, and what runs. Read within a second."""
@@ -34,8 +34,6 @@ PAUSE_S = 1.0
 
 Wall = Callable[[], int]
 """Unix time in nanoseconds."""
-PoolAsker = Callable[[Sequence[tuple[str, str]]], Awaitable[Iterable[PoolSaid]]]
-"""Asks members, named by instance and member, for their pools in another way."""
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +41,7 @@ log = logging.getLogger(__name__)
 class Surroundings:
     """What stands beside the facts: who is registered, who beats, what pools say. `run` until cancelled.
 
-    `wanted` may say that nobody looks now; then nothing is asked. Counters are an observer's to ask for: where no
-    member answers, `otherwise` is asked for what it knows of their pools.
+    `wanted` may say that nobody looks now; then nothing is asked.
     """
 
     def __init__(
@@ -54,16 +51,16 @@ class Surroundings:
         picture: Picture,
         *,
         wanted: Callable[[], bool] = lambda: True,
-        otherwise: PoolAsker | None = None,
         wall_ns: Wall = time.time_ns,
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._picture = picture
         self._wanted = wanted
-        self._otherwise = otherwise
         self._beats: Subscription | None = None
         self._denied = False
+        self._blind = False
+        self._places = asyncio.Semaphore(ASKED_MAX)
         self._soon = asyncio.Event()
         self._wall_ns = wall_ns
         self._numbers = itertools.count(1)
@@ -91,17 +88,11 @@ class Surroundings:
         self._soon.set()
 
     async def look(self) -> None:
-        """Read the registry once, and ask each registered instance for its counters; BusError where that fails."""
+        """Read the registry once, and ask each registered member for its counters; BusError where that fails."""
         records = [record async for record in records_of(self._bus)]
-        self._picture.registered(records)
-        names = sorted({(header.i, header.m) for header, _ in records})
-        instances = Counter(instance for instance, _ in names)
-        # Any member of an instance may answer: ask as often as it has members, and take whoever does.
-        asked = [instance for instance, members in instances.items() for _ in range(members)]
-        answered = await asyncio.gather(*(self._ask(instance) for instance in asked))
-        if self._otherwise is not None and asked and not any(answered):
-            for said in await self._otherwise(names):
-                self._picture.pool(said, self._wall_ns())
+        self._picture.registered(records, self._wall_ns())
+        names = sorted({(header.i, header.m) for header, _ in records if header.m})
+        await asyncio.gather(*(self._ask(instance, member) for instance, member in names))
 
     async def _hear_beats(self) -> None:
         if self._beats is not None or self._denied:
@@ -120,18 +111,23 @@ class Surroundings:
         if isinstance(event.body, HeartbeatSeen) and event.header.i == name:
             self._picture.beat(event.header, event.body)
 
-    async def _ask(self, instance: str) -> bool:
+    async def _ask(self, instance: str, member: str) -> None:
         asked = StatsAsked()
         data = encode(Header(k=asked.KIND, i=ASKER, s=next(self._numbers), t=0), asked)
         try:
-            answer = await self._bus.request(self._topics.query(instance, Query.STATS), data, wait_s=ANSWER_S)
-            event = None if isinstance(answer, NoAnswer) else decode(answer)
-        except (BusError, PeerError):
-            return False
-        if event is None or event.header.i != instance or not isinstance(event.body, StatsAnswered):
-            return False
-        self._picture.pool(pool_of(event.header, event.body), self._wall_ns())
-        return True
+            subject = self._topics.query(instance, Query.STATS, member)
+            async with self._places:
+                answer = None if self._blind else await self._bus.request(subject, data, wait_s=ANSWER_S)
+            event = decode(answer) if isinstance(answer, bytes) else None
+        except DeniedError:  # a credential that was made before there was this right: rows lack what only counters say
+            self._blind = True
+            return
+        except (BusError, PeerError, ValueError):  # ValueError: a record under a name that no subject can hold
+            return
+        if event is None or not isinstance(event.body, StatsAnswered):
+            return
+        if (event.header.i, event.header.m) == (instance, member):
+            self._picture.pool(pool_of(event.header, event.body), self._wall_ns())
 
 
 class Following:
@@ -179,28 +175,26 @@ class Following:
 
 async def begin(bus: Bus, topics: Topics, picture: Picture, past_max: int = PAST_MAX) -> int:
     """Give a picture what the log's last messages say, and what members hold; return where the log was read to."""
-    records = [record async for record in records_of(bus)]
-    picture.registered(records)
-    newest = [await bus.last(topics.facts(name)) for name in {header.i for header, _ in records}]
-    end = max((delivery.sequence for delivery in newest if delivery), default=0)
-    counts: Counter[str] = Counter()
+    picture.registered([record async for record in records_of(bus)])
+    end = await bus.log_end(topics.facts_filter())
     after = max(0, end - past_max)
+    counts: Counter[str] = Counter()
     for delivery in await bus.history(topics.facts_filter(), after_sequence=after, most=past_max):
-        after = max(after, delivery.sequence)
+        end = max(end, delivery.sequence)
         for event in told(delivery, topics, counts):
             picture.hear(event)
     async for event in snapshots(bus, topics, counts):
         picture.hear(event)
-    return after
+    return end
 
 
 async def records_of(bus: Bus) -> AsyncIterator[tuple[Header, InstanceRecord]]:
     """Yield the header and record of each registered member; what cannot be read is left out."""
     for key in await bus.keys(BUCKET_INSTANCES):
-        entry = await bus.get(BUCKET_INSTANCES, key)
         try:
+            named = unescape(key)  # before it is asked for: whoever may write the bucket may write other keys
+            entry = await bus.get(BUCKET_INSTANCES, key)
             event = decode(entry.value) if entry else None
-            named = unescape(key)
         except PeerError:
             continue
         if event and isinstance(event.body, InstanceRecord) and named == f"{event.header.i}/{event.header.m}":

@@ -2,14 +2,14 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvbus.columns import from_column
 from kvbus.events import FactsSeen, Header, LeaseGranted, OutcomeFixed
 from kvbus.ledger.facts import Fact
 from kvbus.ledger.held import stage_of
-from kvbus.picture.rows import LeaseRow, OutOfUseRow
+from kvbus.picture.rows import LeaseRow, OutOfUseRow, Who
 from kvbus.snapshots import HeldLeaseRow, SnapshotTaken
 
 LEASES_MAX = 100_000
@@ -117,11 +117,11 @@ class HeldLeases:
         for row in body.leases:
             self._said(header, row)
 
-    def drop(self, instance: str, member: str) -> None:
-        """Forget the leases of a run that has ended."""
-        for key in list(self._of(instance, member)):
+    def drop(self, members: Collection[Who]) -> None:
+        """Forget the leases of members whose run has ended, or who are forgotten themselves."""
+        for key in [key for key in self._held if key[:2] in members]:
             del self._held[key]
-        for key in [key for key in self._returned if key[:2] == (instance, member)]:
+        for key in [key for key in self._returned if key[:2] in members]:
             del self._returned[key]
 
     def oldest(self, most: int) -> tuple[list[LeaseRow], int]:

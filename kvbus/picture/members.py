@@ -1,15 +1,20 @@
 """Who is there: each member's record, its run, its pages, and the peers that it has isolated."""
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvbus.events import AttemptMade, FactsSeen, Header, HeartbeatSeen, InstanceRecord
-from kvbus.picture.rows import IsolatedRow, MemberRow, OutOfUseRow
+from kvbus.picture.rows import IsolatedRow, MemberRow, OutOfUseRow, Who
 
 ISOLATED_MAX = 1_000
 """Isolated peers kept in all; a member isolates one at a time, after seconds of silence."""
 MEMBERS_MAX = 10_000
 """Members known at a time; whoever may speak on the bus may invent names."""
+ROOM = 1_000
+"""So many make room at once, those that were silent longest: each time all leases are looked at."""
+KEEP_NS = 3_600 * 1_000_000_000
+"""For how long a member is shown that is registered no more, as on the roll of the metrics."""
 _MEMBER_TICKET = 0
 _PEER_LOST = "peer_lost"
 
@@ -38,20 +43,30 @@ class _Run:
 
 @dataclass(slots=True)
 class Members:
-    """Rows by instance and member; an epoch is compared for equality only, and a later word of another is a new run."""
+    """Rows by instance and member; an epoch is compared for equality only, and a later word of another is a new run.
 
-    _rows: dict[tuple[str, str], MemberRow] = field(default_factory=dict)
-    _runs: dict[tuple[str, str], _Run] = field(default_factory=dict)
+    `on_gone` hears of members that are forgotten: silent for longest where there are too many, or long unregistered.
+    """
+
+    on_gone: Callable[[Collection[Who]], None]
+    members_max: int = MEMBERS_MAX
+    room: int = ROOM
+    _known: OrderedDict[Who, None] = field(default_factory=OrderedDict)
+    """All of them, the one that was silent longest first."""
+    _gone_ns: dict[Who, int] = field(default_factory=dict)
+    """Since when who is not registered was seen not to be, and has not spoken."""
+    _rows: dict[Who, MemberRow] = field(default_factory=dict)
+    _runs: dict[Who, _Run] = field(default_factory=dict)
     _isolated: dict[tuple[str, str, str], IsolatedRow] = field(default_factory=dict)
-    _quarantined_ns: dict[tuple[str, str], int] = field(default_factory=dict)
+    _quarantined_ns: dict[Who, int] = field(default_factory=dict)
 
     def hears(self, header: Header) -> tuple[bool, bool]:
         """Whether this word counts, and whether it begins a new run of its member."""
         key = header.i, header.m
+        self._note(key)
+        self._gone_ns.pop(key, None)
         run = self._runs.get(key)
         if run is None or (run.epoch != header.e and header.t > run.last_ns):
-            if run is None and len(self._runs) >= MEMBERS_MAX:
-                return False, False
             self._runs[key] = _Run(header.e, header.t)
             self._began(key, header)
             return True, run is not None
@@ -68,13 +83,16 @@ class Members:
             pages_lent=body.pages_lent, state=body.state or "",
         )  # fmt: skip
 
-    def registered(self, records: Iterable[tuple[Header, InstanceRecord]]) -> None:
-        """Take the whole registry: who is not in it is shown as gone."""
+    def registered(self, records: Iterable[tuple[Header, InstanceRecord]], now_ns: int | None = None) -> None:
+        """Take the whole registry: who is not in it is shown as gone, and an hour of `now_ns` later not at all."""
         known = {(header.i, header.m): (header, record) for header, record in records}
         for key in list(self._rows):
             if key not in known:
                 self._change(key, registered=False)
+        if now_ns is not None:
+            self._drop_gone(known, now_ns)
         for key, (header, record) in known.items():
+            self._note(key)
             self._change(
                 key, registered=True, state=record.state or "", engine=record.engine, model=record.model,
                 ranks=record.ranks, block_tokens=record.block_tokens, page_bytes=record.page_bytes,
@@ -131,14 +149,42 @@ class Members:
             self._change(key, epoch=header.e, heard_ns=header.t, **counts)
         self._quarantined_ns.pop(key, None)
 
+    def _note(self, key: Who) -> None:
+        """Take note of a word about a member; where there are too many, forget those silent longest."""
+        if key not in self._known and len(self._known) >= self.members_max:
+            self._forget([who for who, _ in zip(self._known, range(self.room), strict=False)])
+        self._known[key] = None
+        self._known.move_to_end(key)
+
+    def _drop_gone(self, registered: Collection[Who], now_ns: int) -> None:
+        for key in [key for key in self._gone_ns if key in registered]:
+            del self._gone_ns[key]
+        for key in self._known:
+            if key not in registered:
+                self._gone_ns.setdefault(key, now_ns)
+        self._forget([key for key, since_ns in self._gone_ns.items() if now_ns - since_ns > KEEP_NS])
+
+    def _forget(self, gone: Collection[Who]) -> None:
+        if not gone:
+            return
+        for key in gone:
+            self._known.pop(key, None)
+            self._gone_ns.pop(key, None)
+            self._rows.pop(key, None)
+            self._runs.pop(key, None)
+            self._quarantined_ns.pop(key, None)
+        among = frozenset(gone)
+        for place in [place for place in self._isolated if place[:2] in among]:
+            del self._isolated[place]
+        self.on_gone(among)
+
     def _heard_ns(self, key: tuple[str, str]) -> int:
         return self._rows[key].heard_ns if key in self._rows else 0
 
-    def _change(self, key: tuple[str, str], **changes: object) -> None:
+    def _change(self, key: Who, **changes: object) -> None:
         row = self._rows.get(key)
         if row is None:
-            if len(self._rows) >= MEMBERS_MAX:
-                return
+            self._note(key)
             row = MemberRow(key[0], key[1], 0)
         self._rows[key] = replace(row, **changes)  # type: ignore[arg-type] # the names are those of its fields
 

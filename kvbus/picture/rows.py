@@ -5,6 +5,9 @@ No row holds a prompt or a token id: the picture sees what an observer may see.
 
 from dataclasses import dataclass, field
 
+Who = tuple[str, str]
+"""Instance and member."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:

@@ -2,10 +2,11 @@
 
 import heapq
 from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvbus.events import Header, LeaseGranted, TransferOutcome, TransferStep
-from kvbus.picture.rows import EndedRow, Totals, TransferRow
+from kvbus.picture.rows import EndedRow, Totals, TransferRow, Who
 from kvbus.snapshots import OpenTransferRow, SnapshotTaken
 
 TRANSFERS_MAX = 20_000
@@ -93,9 +94,9 @@ class Transfers:
         for row in body.transfers:
             self._said(header, row)
 
-    def drop(self, instance: str, member: str) -> None:
-        """Forget those of a run that has ended: it tells of their outcomes in its next one, where it can."""
-        for name in [one.transfer for one in self._of(instance, member)]:
+    def drop(self, members: Collection[Who]) -> None:
+        """Forget those of members whose run has ended: it tells of their outcomes in its next one, where it can."""
+        for name in [one.transfer for one in self._running.values() if (one.destination, one.member) in members]:
             del self._running[name]
 
     def longest(self, most: int) -> list[TransferRow]:

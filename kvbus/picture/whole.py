@@ -3,7 +3,7 @@
 It has no clock and no I/O, decides nothing, and frees nothing. What the log has lost, snapshots say again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvbus.events import (
     AttemptMade,
@@ -20,7 +20,7 @@ from kvbus.events import (
 )
 from kvbus.picture.leases import HeldLeases
 from kvbus.picture.members import Members, PoolSaid
-from kvbus.picture.rows import MemberRow, Shown
+from kvbus.picture.rows import MemberRow, Shown, Who
 from kvbus.picture.transfers import Transfers
 
 ROWS_MAX = 100
@@ -31,9 +31,9 @@ class Picture:
     """Folds what is heard of a cluster into what is shown of it; every table is bounded."""
 
     def __init__(self) -> None:
-        self._members = Members()
         self._leases = HeldLeases()
         self._transfers = Transfers()
+        self._members = Members(self._drop)
         self.events = 0
         """Events heard; grows with each change, so that an unchanged picture need not be drawn again."""
         self.lost = 0
@@ -44,8 +44,7 @@ class Picture:
         header, body = event.header, event.body
         counts, anew = self._members.hears(header)
         if anew:
-            self._leases.drop(header.i, header.m)
-            self._transfers.drop(header.i, header.m)
+            self._drop({(header.i, header.m)})
         if not counts:
             if isinstance(body, TransferOutcome):  # it ended, whichever run says so
                 self._transfers.outcome(header, body)
@@ -56,16 +55,15 @@ class Picture:
         """Take a heartbeat; one of a run that has ended says nothing."""
         counts, anew = self._members.hears(header)
         if anew:
-            self._leases.drop(header.i, header.m)
-            self._transfers.drop(header.i, header.m)
+            self._drop({(header.i, header.m)})
         if counts:
             self.events += 1
             self._members.beat(header, body)
 
-    def registered(self, records: Iterable[tuple[Header, InstanceRecord]]) -> None:
-        """Take the whole registry, as it was just read."""
+    def registered(self, records: Iterable[tuple[Header, InstanceRecord]], now_ns: int | None = None) -> None:
+        """Take the whole registry, as it was just read; told the time, forget who was not in it for an hour."""
         self.events += 1
-        self._members.registered(records)
+        self._members.registered(records, now_ns)
 
     def pool(self, said: PoolSaid, now_ns: int) -> None:
         """Take what a member answered of its pages."""
@@ -90,7 +88,7 @@ class Picture:
         leases, leases_count = self._leases.oldest(rows_max)
         out_of_use = sorted([*self._leases.out_of_use(), *self._members.out_of_use()], key=lambda row: row.since_ns)
         return Shown(
-            members=self._members.rows()[:rows_max],
+            members=_present_first(self._members.rows())[:rows_max],
             transfers=tuple(self._transfers.longest(rows_max)),
             transfers_count=len(self._transfers),
             leases=tuple(leases),
@@ -104,6 +102,10 @@ class Picture:
             events=self.events,
             lost=self.lost,
         )
+
+    def _drop(self, members: Collection[Who]) -> None:
+        self._leases.drop(members)
+        self._transfers.drop(members)
 
     def _take(self, event: Event) -> None:
         header, body = event.header, event.body
@@ -127,3 +129,8 @@ class Picture:
                 self._transfers.snapshot(header, body)
             case _:
                 pass
+
+
+def _present_first(rows: Iterable[MemberRow]) -> tuple[MemberRow, ...]:
+    """Return rows in their order, those of members that are registered before all others."""
+    return tuple(sorted(rows, key=lambda row: not row.registered))

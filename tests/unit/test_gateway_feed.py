@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from typing import Any
 
 import httpx
@@ -11,6 +11,7 @@ import pytest
 from kvbus.events import EventsBatch, Header, TransferStep, encode
 from kvbus.gateway.feed import CLIENT_QUEUE_MAX, CLIENTS_MAX, RECENT_MAX, Client, Feed, Told, frame, frames
 from kvbus.gateway.streams import EventStream
+from kvbus.subscriber import Seen
 from kvbus.testing.bus import MemoryBus
 from tests.unit.gateway_parts import TOPICS, Stage, prompt, stage
 from tests.waiting import DEADLINE_S, until
@@ -26,7 +27,7 @@ async def gateway() -> AsyncIterator[Stage]:
 
 
 def feed() -> Feed:
-    return Feed(MemoryBus(), TOPICS, instances=tuple)
+    return Feed(MemoryBus(), TOPICS)
 
 
 def told(place: int, name: str = "step") -> Told:
@@ -155,6 +156,43 @@ async def test_events_of_one_batch_have_places_of_their_own(gateway: Stage) -> N
         assert [step["step"] for _, _, step in await heard(answer, 2)] == ["s1", "s2"]
 
 
+class Heard:
+    """A follower that notes what it hears."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def hear(self, seen: Seen) -> Iterable[Told]:
+        if isinstance(seen.event.body, TransferStep):
+            self.steps.append(seen.event.body.step)
+        return ()
+
+
+async def test_what_was_before_is_no_news_though_nobody_is_registered_who_said_it() -> None:
+    bus, heard = MemoryBus(), Heard()
+
+    async def say(number: int) -> None:
+        body = TransferStep(transfer="T", request_hash=HASH, step=f"s{number}")
+        header = Header(k=body.KIND, i="gone", m="m0", e=1, s=number, t=number)
+        await bus.store(TOPICS.facts("gone"), encode(header, body), message_id=f"{number}")
+
+    for number in range(1, 6):
+        await say(number)
+    one = Feed(bus, TOPICS)
+    one.follow(heard)
+    running = asyncio.ensure_future(one.run())
+    await until(lambda: one.listening)
+    await until(lambda: len(bus.broker.listeners) > 0, what="it is subscribed")
+    await say(6)
+    await until(lambda: "s6" in heard.steps)
+    assert heard.steps == ["s6"]
+    (missing,) = await read(one.join(lambda _: True, after=0))
+    assert isinstance(missing, Told)
+    assert missing.name == "lagged", "who asks for what was before is told that it is not here"
+    running.cancel()
+    await bus.close()
+
+
 async def test_a_quiet_stream_shows_that_it_lives() -> None:
     client = Client(lambda _: True, queue_max=1)
     said = frames(client, quiet_s=0.01)
@@ -176,7 +214,7 @@ async def test_a_client_that_stops_reading_is_dropped() -> None:
         await asyncio.Event().wait()
         return {}
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await EventStream(one, client, send_wait_s=0.05)({"type": "http"}, receive, send)
 
     assert client.dropped

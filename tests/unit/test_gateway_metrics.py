@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from starlette.types import ASGIApp, Message
 
 from kvbus.events import HeartbeatSeen, InstanceRecord, StatsAnswered, StatsAsked, decode
@@ -204,6 +205,42 @@ async def test_a_member_that_falls_silent_is_missed_for_an_hour_and_then_forgott
         assert await here.later(2) == {}
 
 
+@pytest.mark.parametrize("state", ["draining", "drained", "leaving"])
+async def test_a_member_that_said_that_it_goes_is_forgotten_with_its_record(state: str) -> None:
+    async with hall() as here:
+        here.directory.fresh = True
+        played = Played("b", here.bus)
+        here.registered("a", "b", "c", epoch=played.epoch)
+        await here.later(0)
+        await here.bus.publish(TOPICS.heartbeat("b"), played.said(_beat(state)))
+        await until(lambda: here.roll.members["b", "m0"].state == state, what="it is heard")
+        assert set(await here.later(20)) == {"a", "b", "c"}, "its record stands"
+        here.registered("a", epoch=played.epoch)
+        assert set(await here.later(10)) == {"a", "c"}, "c went without a word"
+        here.registered("a", "b", epoch=played.epoch + 1)
+        await here.later(1)
+        here.registered("a")
+        assert set(await here.later(10)) == {"a", "b", "c"}, "its next run said nothing of going"
+
+
+async def test_a_registry_that_cannot_be_read_lets_nobody_go_and_one_that_stays_after_all_is_missed() -> None:
+    async with hall() as here:
+        played = Played("b", here.bus)
+        here.registered("b", epoch=played.epoch)
+        await here.later(0)
+        await here.bus.publish(TOPICS.heartbeat("b"), played.said(_beat("draining")))
+        await until(lambda: here.roll.members["b", "m0"].state == "draining", what="it is heard")
+        here.registered()
+        assert set(await here.later(10)) == {"b"}, "nobody knows whether its record is gone"
+        here.registered("b", epoch=played.epoch)
+        await here.later(1)
+        await here.bus.publish(TOPICS.heartbeat("b"), played.said(_beat()))
+        await until(lambda: here.roll.members["b", "m0"].state == "", what="it stays after all")
+        here.directory.fresh = True
+        here.registered()
+        assert set(await here.later(10)) == {"b"}
+
+
 async def test_heartbeats_of_who_is_not_registered_and_of_who_speaks_for_others_count_for_nothing() -> None:
     async with hall() as here:
         here.registered("b")
@@ -257,7 +294,8 @@ async def test_the_roll_is_bounded_and_makes_room_by_who_is_gone_longest() -> No
         assert "i0" not in found
 
 
-def _beat() -> HeartbeatSeen:
+def _beat(state: str | None = None) -> HeartbeatSeen:
     return HeartbeatSeen(
-        transfers_running=0, leases_held=0, pages_free=8, pages_cached=0, pages_lent=0, facts_sequence=1, settle_n=0
-    )
+        transfers_running=0, leases_held=0, pages_free=8, pages_cached=0, pages_lent=0, facts_sequence=1, settle_n=0,
+        state=state,
+    )  # fmt: skip

@@ -78,10 +78,15 @@ async def test_a_client_that_goes_while_it_waits_is_forgotten(tmp_path: Path) ->
 async def test_a_prefill_for_a_transfer_waits_for_few_answers_and_not_for_all_that_are_asked(tmp_path: Path) -> None:
     async with room(tmp_path, {**QUICK, "work_rounds": 400}) as here:
         body = {"model": "b", "prompt": "x" * 16, "max_tokens": 200}
+        engine = here.worker.processes[0]
+        engine.send_signal(signal.SIGSTOP)  # so that none has been answered before all are asked
         asking = [asyncio.ensure_future(here.client.post("/v1/completions", json=body)) for _ in range(12)]
         await until(lambda: here.line().waiting == 12 - AT_ENGINE_MAX, what="the others wait")
         await until(lambda: here.worker.port.statistics().calls_in_flight == AT_ENGINE_MAX, what="the worker has two")
-        prefilled = await here.worker.port.prefill(tuple(b"y" * 64), "")
+        prefilling = asyncio.ensure_future(here.worker.port.prefill(tuple(b"y" * 64), ""))
+        await until(lambda: here.worker.port.statistics().calls_in_flight == AT_ENGINE_MAX + 1, what="it is behind two")
+        engine.send_signal(signal.SIGCONT)
+        prefilled = await prefilling
         assert here.line().waiting > 0, "the prefill came behind all answers"
         assert isinstance(prefilled, Prefilled)
         here.worker.desk.release(prefilled.handle)

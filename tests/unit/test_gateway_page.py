@@ -220,7 +220,7 @@ async def test_an_event_from_the_end_of_time_ends_no_story_and_keeps_none_readin
         header = Header(k=step.KIND, i="b", m="m0", e=1, s=number, t=2**63 - 1 if late else number)
         await bus.store(TOPICS.facts("b"), encode(header, step), message_id=str(number))
     stories = Stories(bus=bus, topics=TOPICS, span=lambda _: None)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         last, cut = await stories.tell("T-last")
         unknown, _ = await stories.tell("nobody")
     assert isinstance(last, Story)

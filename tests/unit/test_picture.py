@@ -1,22 +1,20 @@
 """The picture of a cluster: what real members record comes to the same rows, in whatever order and however often."""
 
+import os
 import random
 
 import pytest
 
 from kvbus.columns import column
-from kvbus.events import (
-    AttemptMade,
-    Event,
-    HeartbeatSeen,
-    SnapshotTaken,
-)
+from kvbus.events import AttemptMade, Event, Header, HeartbeatSeen, InstanceRecord, SnapshotTaken
 from kvbus.ledger.facts import Fact
-from kvbus.picture.members import PoolSaid
+from kvbus.parts import Body
+from kvbus.picture.members import KEEP_NS, Members, PoolSaid
 from kvbus.picture.transfers import ENDED_MAX
 from kvbus.picture.whole import Picture
+from kvbus.processes import identity
 from kvbus.snapshots import HeldLeaseRow, OpenTransferRow
-from tests.unit.picture_parts import HASH, SECOND, SECOND_RUN, Teller
+from tests.unit.picture_parts import FIRST_RUN, HASH, SECOND, SECOND_RUN, Teller
 
 
 def picture(*events: Event) -> Picture:
@@ -135,6 +133,73 @@ def test_a_snapshot_that_comes_late_takes_nothing_that_was_told_after_it() -> No
     made = picture(*b.life()[:4])
     made.hear(empty)
     assert len(made.show().leases) == len(made.show().transfers) == 1
+
+
+def records(*names: str) -> list[tuple[Header, InstanceRecord]]:
+    """What the registry holds while these instances are there."""
+    record = InstanceRecord(
+        verify_key=b"k" * 32, fingerprint="f", model="toy", engine="toy", block_tokens=32, ranks=1, page_bytes=64,
+        pages=8, process=identity(os.getpid()), transports=("memory",), version="1",
+    )  # fmt: skip
+    return [(Header(k=record.KIND, i=name, m="m0", e=FIRST_RUN, s=1, t=1), record) for name in names]
+
+
+def beat() -> Body:
+    return HeartbeatSeen(
+        transfers_running=0, leases_held=0, pages_free=8, pages_cached=0, pages_lent=0, facts_sequence=1, settle_n=0
+    )
+
+
+def test_a_member_that_is_registered_no_more_is_forgotten_with_all_that_it_held_but_not_at_once() -> None:
+    b, now_ns = Teller(), 5 * SECOND
+    made = picture(*b.life()[:4])
+    made.pool(PoolSaid("b", "m0", pages=8, pages_quarantined=2), now_ns)
+    made.registered(records("a", "b"), now_ns)
+    made.registered(records("a"), now_ns + KEEP_NS)
+    assert [(row.instance, row.registered) for row in made.show().members] == [("a", True), ("b", False)]
+    made.registered(records("a"), now_ns + 2 * KEEP_NS)  # it was seen to be gone no longer than that
+    assert len(made.show().leases) == len(made.show().transfers) == len(made.show().out_of_use) == 1
+    made.registered(records("a"), now_ns + 2 * KEEP_NS + 1)
+    shown = made.show()
+    assert [row.instance for row in shown.members] == ["a"]
+    assert (shown.leases, shown.transfers, shown.out_of_use) == ((), (), ())
+    made.hear(b.step("accepted", "b-2"))  # and may come back
+    assert [row.transfer for row in made.show().transfers] == ["b-2"]
+
+
+def test_a_member_that_comes_back_or_speaks_is_gone_for_no_time() -> None:
+    made, b = Picture(), Teller()
+    made.registered(records("b"), 0)
+    made.registered([], 1)
+    made.registered(records("b"), 2)
+    made.registered([], KEEP_NS)
+    made.hear(b.step("accepted"))
+    made.registered([], 2 * KEEP_NS)
+    made.registered([], 3 * KEEP_NS)
+    assert [row.instance for row in made.members()] == ["b"]
+    made.registered([], 3 * KEEP_NS + 1)
+    assert made.members() == ()
+
+
+def test_members_that_are_registered_stand_before_all_that_are_gone() -> None:
+    made = Picture()
+    made.registered(records(*(f"gone-{number:02}" for number in range(60))))
+    made.registered(records("z", "y"))
+    assert [row.instance for row in made.show(3).members] == ["y", "z", "gone-00"]
+
+
+def test_among_too_many_members_those_that_were_silent_longest_make_room() -> None:
+    gone: list[tuple[str, str]] = []
+    members = Members(gone.extend, members_max=4, room=2)
+    tellers = [Teller(f"i{number}") for number in range(5)]
+    for teller in (*tellers[:4], tellers[0], tellers[4]):
+        header = teller(beat()).header
+        assert members.hears(header)[0]
+    assert set(gone) == {("i1", "m0"), ("i2", "m0")}
+    for number in range(100):
+        members.pool(PoolSaid(f"pool-{number}", "m0", pages=1), 0)
+        assert len(members.rows()) <= 4
+    assert members.hears(tellers[1](beat()).header) == (True, False)
 
 
 def test_heartbeats_and_records_make_a_members_row() -> None:

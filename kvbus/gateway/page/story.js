@@ -6,6 +6,8 @@ import { MARKS } from "./tables.js";
 
 const LANES = ["requester", "destination", "source", "data plane"];
 const AGAIN_MS = 1000;
+const AGAIN_MAX_MS = 30000; // each reading costs the gateway thousands of messages: a tab that was left behind reads few
+const AGAIN_GROWTH = 1.5;
 const GAP_SHARE = 0.15; // a pause of this share of the whole is drawn as one
 
 export class Story {
@@ -14,6 +16,8 @@ export class Story {
     this.now = now;
     this.wanted = "";
     this.timer = 0;
+    this.pause = AGAIN_MS;
+    this.before = "";
     this.dialog.addEventListener("close", () => this.closed());
     this.dialog.addEventListener("click", (event) => {
       if (event.target === this.dialog) this.dialog.close();
@@ -31,6 +35,7 @@ export class Story {
   open(transfer) {
     if (!transfer || (this.dialog.open && this.wanted === transfer)) return;
     this.wanted = transfer;
+    this.before = "";
     history.replaceState(null, "", `#transfer=${encodeURIComponent(transfer)}`);
     this.show(this.frame(`Transfer ${transfer}`, element("p", { class: "wait" }, "Reading the logs …")));
     if (!this.dialog.open) this.dialog.showModal();
@@ -48,10 +53,12 @@ export class Story {
     const wanted = this.wanted;
     let told;
     let found = false;
+    let heard = false;
     try {
       const answer = await fetch(`/v1/transfers/${encodeURIComponent(wanted)}/story`);
       told = await answer.json();
       found = answer.ok;
+      heard = true;
     } catch {
       told = { error: "the gateway does not answer; trying again" };
     }
@@ -59,8 +66,11 @@ export class Story {
     const place = this.dialog.scrollTop;
     this.show(found ? this.told(told) : this.frame(`No story of ${wanted}`, element("p", { class: "wait" }, told.error)));
     this.dialog.scrollTop = place;
-    // What runs goes on, and a log that could not be read may be readable soon.
-    if (!found || !told.outcome) this.timer = setTimeout(() => this.read(), AGAIN_MS);
+    // What runs goes on, and a log that could not be read may be readable soon. What stays as it is is read less often.
+    const now = found ? JSON.stringify(told) : "none";
+    this.pause = heard && now === this.before ? Math.min(this.pause * AGAIN_GROWTH, AGAIN_MAX_MS) : AGAIN_MS;
+    this.before = now;
+    if (!found || !told.outcome) this.timer = setTimeout(() => this.read(), this.pause);
   }
 
   show(parts) {
