@@ -10,6 +10,7 @@ import json
 import os
 import re
 import ssl
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ FILE_LENGTH_MAX_BYTES = 64 << 10
 _HEAD = "# kvbus "
 _SEED = re.compile(r"SU[A-Z2-7]{56}")
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
-_OTHERS_MAY = 0o077
 _RANDOM_BYTES = 32  # of an Ed25519 seed
 
 
@@ -58,12 +58,27 @@ def new_credential(user: User, prefix: str) -> Credential:
     return Credential(seed, _public_key(seed), user, prefix)
 
 
+def is_exposed(mode: int, *, is_ours: bool) -> bool:
+    """Whether a file of this mode is open to more people than it was meant for.
+
+    Nobody but its owner may read a file of ours. One that somebody else owns we read by our group, as root hands out
+    secrets (Kubernetes mounts them so, 0440 with the pod's `fsGroup`); there the group may read, and never write.
+    """
+    refused = stat.S_IRWXG | stat.S_IRWXO if is_ours else stat.S_IWGRP | stat.S_IRWXO
+    return bool(mode & refused)
+
+
 def read_credential(path: Path) -> Credential:
-    """Return the credential in a file; ConfigError says what is wrong with the file, and never what it holds."""
+    """Return the credential in a file; ConfigError says what is wrong with the file, and never what it holds.
+
+    A file that is open to others is refused (`is_exposed`).
+    """
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & _OTHERS_MAY:
-                raise ConfigError(f"others may read this credential: chmod 600 {path}")
+            about = os.fstat(file.fileno())
+            is_ours = about.st_uid == os.geteuid()
+            if is_exposed(about.st_mode, is_ours=is_ours):
+                raise ConfigError(f"others may read this credential: chmod {600 if is_ours else 440} {path}")
             text = file.read(FILE_LENGTH_MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"

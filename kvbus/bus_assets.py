@@ -14,10 +14,17 @@ from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES
 Document = dict[str, object]
 
 _SECOND = 1_000_000_000
+_HOUR = 3600 * _SECOND
 _MIB = 1 << 20
+_DOOR = "allow_rollup_hdrs"
 
 INSTANCE_TTL_S = 10
 """An instance refreshes its record every 3 s; three missed refreshes and it is gone."""
+
+KEEP_HOURS_MIN = 1
+"""For a dashboard that starts late, and for a term's record, which its coordinator writes again six times in that time
+(P14). Memory safety never depends on it."""
+KEEP_HOURS_MAX = 24 * 365
 
 BLOCKS_MESSAGES_MAX = 10_000
 """Of each instance: as many batches as vLLM itself keeps for replay. What is older is only missing from an index."""
@@ -39,6 +46,8 @@ class AssetLimits:
     facts_bytes_max: int = 1024 * _MIB
     settle_bytes_max: int = 128 * _MIB
     blocks_bytes_max: int = 64 * _MIB
+    keep_hours: int = KEEP_HOURS_MIN
+    """For how long facts and decisions are kept, where their space allows; an audit reaches as far back."""
     replicas: int = 1
 
 
@@ -174,7 +183,7 @@ class Assets:
             "retention": "limits",
             "discard": "old",
             "max_msgs_per_subject": -1,
-            "max_age": 3600 * _SECOND,  # an hour of history for a late dashboard; memory safety never depends on it
+            "max_age": self.limits.keep_hours * _HOUR,
             "max_msg_size": EVENT_LENGTH_MAX_BYTES,
             "compression": "s2",
             "republish": {"src": source, "dest": live},
@@ -192,7 +201,7 @@ class Assets:
             "max_bytes": 8 * _MIB,  # some thousand instances at about 1 KiB each
             "max_msg_size": EVENT_LENGTH_MAX_BYTES,
             "allow_direct": True,
-            "allow_rollup_hdrs": False,  # one message with such a header would purge everybody's keys
+            _DOOR: False,  # one message with such a header would purge everybody's keys
             "deny_delete": True,
             "num_replicas": self.limits.replicas,
             "metadata": {"kvbus.schema": "1"},
@@ -200,10 +209,15 @@ class Assets:
 
 
 def drift(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    """Yield (field, found, expected) for each field that differs; what the broker leaves out is false, zero or none."""
+    """Yield (field, found, expected) for each field that differs; what the broker leaves out is false, zero or none.
+
+    A log may be kept for longer than was asked for: that is an operator's choice, and takes nothing from anybody.
+    """
     for name, expected in wanted.items():
         actual = found.get(name)
         if name in SIZED_BY_OPERATOR or actual == expected or (not actual and not expected):
+            continue
+        if name == "max_age" and _age_of_log(wanted) and _age_of_log(wanted) <= _age_of_log(found):
             continue
         if isinstance(expected, Mapping) and isinstance(actual, Mapping):
             actual = {key: actual.get(key) for key in expected}  # a newer broker adds fields of its own
@@ -212,13 +226,25 @@ def drift(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator
         yield name, actual, expected
 
 
-def tightened(wanted: Document, found: Document) -> Document | None:
-    """Return an asset's configuration without a door that older versions of kvbus left open, None where it is shut.
+def amended(wanted: Document, found: Document) -> Document | None:
+    """Return an asset's configuration with what may be changed where it stands, None where nothing has to be.
 
-    No kvbus has used it, so that it is shut where the asset stands: to make the asset anew would lose what it holds.
+    To make the asset anew would lose what it holds, and neither change drops anything. Older versions of kvbus left a
+    door open that none of them used: it is shut. And a log is kept for as long as an operator asks, if that is longer;
+    one that is kept for less than kvbus needs was not made by kvbus, and stays.
     """
-    door = "allow_rollup_hdrs"
-    return {**found, door: False} if found.get(door) and wanted.get(door) is False else None
+    changes: Document = {}
+    if found.get(_DOOR) and wanted.get(_DOOR) is False:
+        changes[_DOOR] = False
+    if KEEP_HOURS_MIN * _HOUR <= _age_of_log(found) < _age_of_log(wanted):
+        changes["max_age"] = wanted["max_age"]
+    return {**found, **changes} if changes else None
+
+
+def _age_of_log(stream: Mapping[str, object]) -> int:
+    """Return for how long the facts or the settle log are kept; 0 of any other stream, and where there is no bound."""
+    age = stream.get("max_age") if stream.get("republish") else 0
+    return age if isinstance(age, int) else 0
 
 
 def work_consumer(name: str, subject_filter: str, limits: WorkLimits) -> Document:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvbus.bus_assets import Assets, Document, WorkLimits, drift, history_consumer, tightened, work_consumer
+from kvbus.bus_assets import Assets, Document, WorkLimits, amended, drift, history_consumer, work_consumer
 from kvbus.bus_clock import AGE_CERTAIN_S, BrokerClock
 from kvbus.bus_guards import Tally, check_key, store_headers
 from kvbus.errors import BusError, ConfigError
@@ -216,6 +216,11 @@ class JetStream:
         message = await self._message(self._assets.stream_of(subject), {"last_by_subj": subject})
         return None if message is None else Delivery(subject, _data(message), cast("int", message["seq"]))
 
+    async def log_end(self, subject_filter: str) -> int:
+        """Ask the stream's leader where its last sequence stands; nothing of what it holds is read."""
+        answer = await self._api(f"STREAM.INFO.{self._assets.history_stream(subject_filter)}")
+        return cast("int", cast("Document", answer["state"])["last_seq"])
+
     async def _message(self, stream: str, which: Document) -> Document | None:
         try:
             return cast("Document", (await self._api(f"STREAM.MSG.GET.{stream}", which))["message"])
@@ -280,8 +285,8 @@ class JetStream:
                 if error.code != _NO_STREAM:
                     raise
                 answer = await self._create(name, wanted)
-            if closed := tightened(wanted, cast("Document", answer["config"])):
-                answer = await self._api(f"STREAM.UPDATE.{name}", closed)
+            if changed := amended(wanted, cast("Document", answer["config"])):
+                answer = await self._api(f"STREAM.UPDATE.{name}", changed)
             for field, found, expected in drift(wanted, cast("Document", answer["config"])):
                 raise ConfigError(
                     "an asset in the broker has another shape; use another prefix, or remove it if nobody needs it",

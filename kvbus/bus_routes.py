@@ -94,8 +94,7 @@ class Routes(Generic[M]):
         """Ask again for what was denied: a right that comes back must not wait for the next reconnect."""
         for route in [route for route in self.routes if route.deaf]:
             with suppress(BusError):
-                if route.active is not None:
-                    await self._call(route.active.unsubscribe())
+                await self._detach(route)
                 await self._attach(self._client(), route)
 
     async def _attach(self, client: Client, route: _Route[M]) -> None:
@@ -108,6 +107,9 @@ class Routes(Generic[M]):
         with self._denials.of("subscription", route.subject) as refused:
             route.deaf = False
             route.active = await self._call(subscribing)
+            if route not in self.routes:  # it was dropped meanwhile
+                await self._detach(route)
+                return
             await self._call(client.flush())  # until then the server may not know of it
             if refused.done():
                 raise denied("subscription", route.subject)
@@ -115,6 +117,10 @@ class Routes(Generic[M]):
     async def _drop(self, route: _Route[M]) -> None:
         if route in self.routes:
             self.routes.remove(route)
+        await self._detach(route)
+
+    async def _detach(self, route: _Route[M]) -> None:
+        """Let the client forget it; once, by whoever comes first: it may be asked for again as it is dropped."""
         active, route.active = route.active, None
         if active is not None and self._connected():
             await self._call(active.unsubscribe())

@@ -35,6 +35,10 @@ class StreamCalls:
         """Return the newest stored message of one subject; None where there is none any more."""
         return await self._streams.last(subject)
 
+    async def log_end(self, subject_filter: str) -> int:
+        """Return the sequence of the newest message that a log's stream ever held; 0 where it held none yet."""
+        return await self._streams.log_end(subject_filter)
+
     async def get(self, bucket: str, key: str) -> Entry | None:
         """Return a bucket's value, or None where there is none (or it expired)."""
         return await self._streams.get(bucket, key)

@@ -74,6 +74,11 @@ def _each(sender: Party, hearers: tuple[Party, ...], *bodies: type[Body]) -> tup
     return tuple(Carried(body, sender, hearers) for body in bodies)
 
 
+def _asked_by_both(body: type[Body], answer: type[Body]) -> tuple[Carried, ...]:
+    """Return a question to members that is a requester's as well as a follower's: a gateway is both."""
+    return tuple(Carried(body, sender, (Party.MEMBER,), answer) for sender in (Party.REQUESTER, Party.FOLLOWER))
+
+
 _FACTS = (
     events.LeaseGranted,
     events.AttemptMade,
@@ -158,13 +163,13 @@ CHANNELS = (
         "member_stats",
         Family.QUERY,
         ("{instance}", Query.STATS, "{member}"),
-        (Carried(events.StatsAsked, Party.REQUESTER, (Party.MEMBER,), events.StatsAnswered),),
+        _asked_by_both(events.StatsAsked, events.StatsAnswered),
     ),
     Channel(
         "snapshot",
         Family.QUERY,
         ("{instance}", Query.SNAPSHOT, "{member}"),
-        (Carried(events.SnapshotAsked, Party.FOLLOWER, (Party.MEMBER,), events.SnapshotTaken),),
+        _asked_by_both(events.SnapshotAsked, events.SnapshotTaken),
     ),
     Channel("facts", Family.FACTS, ("{instance}",), _each(Party.MEMBER, (Party.FOLLOWER,), *_FACTS), Store.FACTS),
     Channel("live_facts", Family.LIVE_FACTS, ("{instance}",), _each(Party.BROKER, (Party.FOLLOWER,), *_FACTS)),

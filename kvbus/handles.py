@@ -8,6 +8,11 @@ from kvbus.events import TransferOutcome, TransferRequested
 
 UNASKED = "bus_unavailable: no connection to the broker, so nothing was asked: compute the prompt, or ask again later"
 UNSURE = "bus_unavailable: the connection was lost before the broker confirmed the request; it may be queued or not"
+LOST = (
+    "bus_unavailable: the connection was lost before the broker confirmed the request, and asking again did not come "
+    "through: compute the prompt, or ask again later, which joins the request if it was queued all the same"
+)
+_UNANSWERED = "the destination has not answered yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class TransferHandle:
         self.request = request
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._outcome: asyncio.Future[TransferOutcome | None] = asyncio.get_running_loop().create_future()
-        self._so_far = Verdict("queued", "the destination has not answered yet")
+        self._so_far = Verdict("queued", _UNANSWERED)
         self._unsure = False
         self._transfer = ""
 
@@ -66,6 +71,14 @@ class TransferHandle:
         """Note that the connection was lost while the request was on its way."""
         self._unsure = True
         self.hear_queued(UNSURE)
+
+    def hear_submitted(self, error: Exception | None) -> None:
+        """Note what became of a request that was unsure: the broker has it, or, with an error, nobody can say."""
+        self._unsure = False
+        if error is None and self._so_far.reason == UNSURE:
+            self.hear_queued(_UNANSWERED)
+        elif error is not None and not self._verdict.done():
+            self.hear_verdict(Verdict("refused", LOST))
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """Take the first verdict; one that leaves no hope ends the wait for an outcome too.

@@ -8,8 +8,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from kvbus.bus_access import DeniedError
+from kvbus.errors import BusError
 from kvbus.events import TransferOutcome
-from kvbus.handles import TransferHandle, Verdict
+from kvbus.handles import UNASKED, TransferHandle, Verdict
 
 PASSING_REASONS = ("draining:", "bus_unavailable:", "not_leading:", "waited:", "no instance ")
 """How the refusals begin that pass: an instance that leaves, is away for a moment, or chooses who takes its requests;
@@ -31,6 +33,11 @@ PASSING_FAILURES = frozenset(
 those that the members of an instance have voided, as they do when one of them leaves: no page of them is used."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 2.0
 """Between two tries, doubled: a worker of the toy engine is back within a second, one with a model within many."""
+ASK_PAUSE_S = 0.5
+"""Between two tries to reach the bus: each waits some seconds itself for one that is silent, and less for one that
+refuses."""
+NO_SUCH_STREAM = 10059
+"""JetStream's own number for a stream that does not exist; buckets are streams."""
 ANSWER_SLACK_S = 5.0
 """Beyond a transfer's budget, until it counts as unheard: results are sent once, and may be lost with a connection."""
 
@@ -58,13 +65,51 @@ def may_pass(verdict: Verdict, outcome: TransferOutcome | None) -> bool:
     return True
 
 
+def _is_final(error: BusError) -> bool:
+    """Whether another try would say the same: there are no rights, or no streams."""
+    return isinstance(error, DeniedError) or error.details.get("code") == NO_SUCH_STREAM
+
+
+def _unsaid(_why: str) -> None:
+    """Nobody looks."""
+
+
+async def ask_until(
+    ask: Callable[[], Awaitable[TransferHandle]], wait_s: float, say: Callable[[str], None] = _unsaid
+) -> TransferHandle:
+    """Put a request to the bus, again while a cluster elects a leader or the connection is lost, as long as the wait.
+
+    It is the same prompt each time, so a request that got through unheard is joined by the next one. BusError is the
+    last one's; at once where another try would say the same. `say` hears why it is put again.
+    """
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + wait_s
+    while True:
+        try:
+            handle = await ask()
+            verdict = await handle.verdict(0.0)
+            is_unasked = verdict.verdict == "refused" and verdict.reason == UNASKED
+            if not is_unasked or loop.time() + ASK_PAUSE_S >= ends_at:
+                return handle
+            problem = verdict.reason
+        except BusError as error:
+            if _is_final(error) or loop.time() + ASK_PAUSE_S >= ends_at:
+                raise
+            problem = str(error)
+        say(problem)
+        await asyncio.sleep(ASK_PAUSE_S)
+
+
 async def staged(ask: Callable[[], Awaitable[TransferHandle]], *, budget_s: float, patience_s: float) -> Staged:
-    """Ask until it is settled, cannot help, or `patience_s` is spent; BusError where the broker refuses a request."""
+    """Ask until it is settled, cannot help, or `patience_s` is spent.
+
+    A broker that takes no request now is asked again for as long; BusError where it says no more than that to the end.
+    """
     loop = asyncio.get_running_loop()
     ends_at, pause_s, tries = loop.time() + patience_s, PAUSE_S, 0
     while True:
         tries += 1
-        handle = await ask()
+        handle = await ask_until(ask, ends_at - loop.time())
         wait_s = min(max(0.0, ends_at - loop.time()), budget_s + ANSWER_SLACK_S)
         outcome = await handle.outcome(wait_s)
         verdict = await handle.verdict(0.0)

@@ -132,7 +132,8 @@ def _of_requester(user: User, inbox: str, topics: Topics, names: AssetNames) -> 
         f"$JS.API.STREAM.INFO.{names.transfer}",  # how many requests wait for a destination; not what they hold
         *(f"{topics.prefix}.{Family.COMMAND.value}.*.{verb.value}" for verb in (Command.TRANSFER, Command.CANCEL)),
         f"{topics.prefix}.{Family.COMMAND.value}.*.{Command.CACHE.value}.*",
-        f"{topics.prefix}.{Family.QUERY.value}.*.{Query.STATS.value}.*",  # counts, which a gateway tells Prometheus
+        # Counts, which a gateway tells Prometheus; and leases, where the facts that told of them are lost.
+        *(f"{topics.prefix}.{Family.QUERY.value}.*.{verb.value}.*" for verb in (Query.STATS, Query.SNAPSHOT)),
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
         *_log(names.settle, topics.settle_filter()),  # a gateway tells stories; decisions hold no prompts
@@ -146,7 +147,7 @@ def _of_observer(user: User, inbox: str, topics: Topics, names: AssetNames) -> P
     del user  # all observers may see the same
     publish = [
         f"{topics.prefix}.{Family.QUERY.value}.*.{Query.STATS.value}",
-        f"{topics.prefix}.{Family.QUERY.value}.*.{Query.SNAPSHOT.value}.*",
+        *(f"{topics.prefix}.{Family.QUERY.value}.*.{verb.value}.*" for verb in (Query.STATS, Query.SNAPSHOT)),
         *_registry(names),
         *_log(names.facts, topics.facts_filter()),
         *_log(names.settle, topics.settle_filter()),

@@ -9,6 +9,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -36,7 +37,7 @@ from kvbus.names import TOKEN_ID_MAX, request_hash, token_bytes
 from kvbus.parts import Body, OnMiss
 from kvbus.patience import Staged, staged
 from kvbus.permissions import Role
-from kvbus.submitting import Rooms, unless_away
+from kvbus.submitting import Rooms, Submissions
 from kvbus.topics import Command, Topics, escape
 from kvbus.transport import Bus, Delivery, NoAnswer, NotStored, Subscription
 
@@ -79,6 +80,7 @@ class Publisher:
         self._sequence = secrets.randbits(60)
         self._handles: weakref.WeakSet[TransferHandle] = weakref.WeakSet()
         self._rooms = Rooms(self._topics)
+        self._submissions = Submissions()
         self.malformed = 0
 
     async def __aenter__(self) -> Self:
@@ -103,6 +105,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Stop listening and, if we made the connection, end it; repeatable."""
+        self._submissions.close()
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             await subscription.close()
@@ -152,13 +155,8 @@ class Publisher:
         if not bus.health().connected:
             handle.hear_verdict(Verdict("refused", UNASKED))
             return handle
-        submit = self._ask_directly(bus, handle, data) if urgent else self._queue(bus, handle, data)
-        try:
-            if not await unless_away(submit, bus):
-                handle.hear_unsure()
-        except BusError:
-            if bus.health().connected:
-                raise
+        submit = partial(self._ask_directly if urgent else self._queue, bus, handle, data)
+        if not await self._submissions.unless_away(submit, bus, handle.hear_submitted):
             handle.hear_unsure()
         return handle
 

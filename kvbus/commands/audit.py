@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -31,8 +32,18 @@ SHOWN_MAX = 10
 DOCUMENTED_MAX = 1_000
 """Offences in a document: a tool reads the first ones; a record that breaks rules that often is broken all over."""
 
-_STYLES = {Verdict.CLEAN: "bold green", Verdict.REFUTED: "bold red", Verdict.INCOMPLETE: "bold yellow"}
-_EXITS = {Verdict.CLEAN: 0, Verdict.REFUTED: EXIT_FAILED, Verdict.INCOMPLETE: EXIT_INCOMPLETE}
+_STYLES = {
+    Verdict.CLEAN: "bold green",
+    Verdict.CLEAN_SINCE: "bold green",
+    Verdict.REFUTED: "bold red",
+    Verdict.INCOMPLETE: "bold yellow",
+}
+_EXITS = {
+    Verdict.CLEAN: 0,
+    Verdict.CLEAN_SINCE: 0,
+    Verdict.REFUTED: EXIT_FAILED,
+    Verdict.INCOMPLETE: EXIT_INCOMPLETE,
+}
 
 
 @click.command()
@@ -45,8 +56,9 @@ _EXITS = {Verdict.CLEAN: 0, Verdict.REFUTED: EXIT_FAILED, Verdict.INCOMPLETE: EX
 def audit(nats_url: str, token: str, prefix: str, file: Path | None, since_s: float | None, *, as_json: bool) -> int:
     """Prove or refute, from recorded events alone, that no page was used by two and that each lease came back.
 
-    Reads FILE, a recording, or else all that the broker's logs hold. Exit status 0: clean; 1: refuted, with the first
-    event that breaks a rule; 3: the record is incomplete, which proves nothing.
+    Reads FILE, a recording, or else all that the broker's logs hold. Exit status 0: clean, or, where the broker has
+    dropped the logs' beginning, clean since then; 1: refuted, with the first event that breaks a rule; 3: the record is
+    incomplete, which proves nothing.
     """
     if since_s is not None and (file is not None or since_s < 0):
         raise click.BadParameter("give seconds from 0 on, and no FILE", param_hint="--since")
@@ -100,7 +112,8 @@ def print_audit(screen: Console, result: Audit, source: str) -> None:
     what = f"{counted(result.events, 'event')} of {counted(result.runs, 'run')} in {source}: "
     what += f"{counted(result.leases, 'lease')}, {result.returned} returned"
     screen.print(Text(printable(what), style="dim"), soft_wrap=True)
-    screen.print(Text(result.verdict.value, style=_STYLES[result.verdict]))
+    when = f" {_utc(result.since_ns)}, where the logs begin" if result.verdict is Verdict.CLEAN_SINCE else ""
+    screen.print(Text(result.verdict.value + when, style=_STYLES[result.verdict]))
     for line in lines(result):
         screen.print(Text(printable(line)), soft_wrap=True)
 
@@ -113,6 +126,10 @@ def lines(result: Audit) -> Iterator[str]:
         if offence.other_event is not None and offence.other_event is not offence.event:
             yield f"    collides with {_where(result, offence.other_event)}"
     yield from _more(len(result.offences), "offence")
+    if result.since_ns and result.verdict is not Verdict.CLEAN_SINCE:
+        yield f"  the logs begin at {_utc(result.since_ns)}"
+    yield from (f"  began before the logs, and is not proved: {key}" for key in result.before[:SHOWN_MAX])
+    yield from _more(len(result.before), "such lease")
     yield from (f"  incomplete: {reason}" for reason in result.reasons[:SHOWN_MAX])
     yield from _more(len(result.reasons), "reason")
     yield from (f"  not proved, as events are missing: {one.text}" for one in result.unproven[:SHOWN_MAX])
@@ -125,6 +142,10 @@ def lines(result: Audit) -> Iterator[str]:
         pages = f"{life.direction or 'lease'} {counted(len(life.pages), 'page')}"
         yield f"  still out: {life.key}, {pages}, for {duration(result.age_s(out))}: {out.why}"
     yield from _more(len(result.out), "lease")
+
+
+def _utc(unix_ns: int) -> str:
+    return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _more(count: int, noun: str) -> Iterator[str]:
@@ -145,6 +166,9 @@ def audit_document(result: Audit) -> dict[str, object]:
     """Return an audit for programs."""
     return {
         "verdict": result.verdict.value,
+        "since_unix_s": result.since_ns / 1e9 if result.since_ns else None,
+        "before": [_lease(key) for key in result.before[:DOCUMENTED_MAX]],
+        "before_count": len(result.before),
         "offence": _offence(result, result.first) if result.first else None,
         "offences": [_offence(result, offence) for offence in result.offences[:DOCUMENTED_MAX]],
         "offences_count": len(result.offences),

@@ -2,7 +2,8 @@
 
 The rules are those of `rules.py`, replayed by `replaying.py`; here stands what makes a record whole: nothing missing in
 either log's sequence, nothing displaced or repeated, every run of a member from its first lease on. A record that is
-not whole proves nothing, and refutes only what no missing event could explain.
+not whole proves nothing, and refutes only what no missing event could explain. A log that is known to begin late is
+whole from there on (`beginnings.py`).
 """
 
 from bisect import bisect_left
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvbus.commands.beginnings import Beginnings
 from kvbus.commands.decided import outranked
 from kvbus.commands.leases import MEMBER_TICKET, LeaseKey
 from kvbus.commands.lifelines import Out, run_of_event
@@ -30,6 +32,8 @@ class Verdict(StrEnum):
     """What an audit says."""
 
     CLEAN = "clean"
+    CLEAN_SINCE = "clean since"
+    """Of all that began behind the beginning of the logs; the broker has dropped what was before."""
     REFUTED = "refuted"
     INCOMPLETE = "incomplete"
 
@@ -56,6 +60,10 @@ class Audit:
     returned: int
     end_ns: int
     differing: tuple["Differing", ...] = ()
+    since_ns: int = 0
+    """Where the logs begin, by the time of their members; 0: with the first event of all."""
+    before: tuple[LeaseKey, ...] = ()
+    """Leases that began before the logs, or of transfers that did: named, not proved, and not in the counts."""
 
     @property
     def first(self) -> Offence | None:
@@ -110,17 +118,24 @@ class _Auditor:
             self._check_log([stored for stored in self._record.stored if stored.family is family], family)
         self._check_runs()
         events = in_order(placed.event for placed in self._placed)
-        replay = Replay(leases_max=1 + sum(_leases_named(event) for event in events))
+        facts_late, settle_late = (self._record.begins_late(family) for family in LOGS)
+        named = sum(_leases_named(event) for event in events)
+        replay = Replay(leases_max=1 + named, settle_begins_late=settle_late)
         repeats = {event.header.event_id: event for event in self._repeats}
         for event in events:
             replay.take(event)
             if event.header.event_id in repeats and not replay.repeat(event):
                 self._disorder.append(f"event {event.header.event_id} stands twice in the record")
-        self._holes += replay.holes()
-        return self._judge(replay, events, since_ns)
+        beginnings = Beginnings(facts_late, settle_late, [placed.event for placed in self._placed], replay)
+        self._holes += replay.holes(beginnings.first_ticket)
+        return self._judge(replay, events, beginnings, since_ns)
 
-    def _judge(self, replay: Replay, events: Sequence[Event], since_ns: int) -> Audit:
-        found = sorted([*replay.offences(), *self._outranked(events)], key=lambda offence: offence.place)
+    def _judge(self, replay: Replay, events: Sequence[Event], beginnings: Beginnings, since_ns: int) -> Audit:
+        shown = sorted([*replay.offences(), *self._outranked(events)], key=lambda offence: offence.place)
+        found = [one for one in shown if not beginnings.explains(one)]
+        before = {key for key in replay.trails if beginnings.is_before(key)}
+        before |= {one.lease for one in shown if beginnings.explains(one)}
+        proved = [trail for key, trail in replay.trails.items() if key not in before]
         out = tuple(replay.out())
         judged = [one for one in found if one.event.header.t >= since_ns]
         offences = [one for one in judged if one.proved or not self._holes]
@@ -129,10 +144,12 @@ class _Auditor:
         pending = [
             f"the record ends before the return of {one.life.key}, in whose way nothing stands any more"
             for one in out
-            if one.pending and one.life.key not in missing
+            if one.pending and one.life.key not in missing | before
         ]
         reasons = [*_most(self._holes), *_most(self._disorder), *_most(pending)]
-        verdict = Verdict.REFUTED if offences else Verdict.INCOMPLETE if reasons else Verdict.CLEAN
+        is_late = beginnings.facts or beginnings.settle
+        clean = Verdict.CLEAN_SINCE if is_late else Verdict.CLEAN
+        verdict = Verdict.REFUTED if offences else Verdict.INCOMPLETE if reasons else clean
         end_ns = self._record.end_ns or max((event.header.t for event in events), default=0)
         return Audit(
             verdict=verdict,
@@ -144,11 +161,23 @@ class _Auditor:
             places={placed.event.header.event_id: placed.stored for placed in self._placed},
             events=len(events),
             runs=len({run_of_event(event) for event in events}),
-            leases=replay.leases,
-            returned=replay.returned,
+            leases=len(proved),
+            returned=sum(1 for trail in proved if trail.returned is not None),
             end_ns=end_ns,
             differing=tuple(found for found in map(_differing, events) if found and found.event.header.t >= since_ns),
+            since_ns=self._begin_ns(end_ns) if is_late else 0,
+            before=tuple(sorted(before)),
         )
+
+    def _begin_ns(self, end_ns: int) -> int:
+        """Return the time from which on both logs are there: that of the first event of the one that begins later."""
+        late = [family for family in LOGS if self._record.begins_late(family)]
+        firsts: dict[Family, _Placed] = {}
+        for placed in self._placed:
+            first = firsts.setdefault(placed.stored.family, placed)
+            if placed.stored.place < first.stored.place:
+                firsts[placed.stored.family] = placed
+        return max(firsts[family].event.header.t if family in firsts else end_ns for family in late)
 
     def _outranked(self, events: Sequence[Event]) -> Iterator[Offence]:
         """The settle log's own order tells, not the clocks of those who wrote: whoever was followed decides no more."""
@@ -178,8 +207,8 @@ class _Auditor:
 
     def _check_log(self, log: Sequence[Stored], family: Family) -> None:
         """Sequences of one log must count up by one, from where the record begins."""
-        after = self._record.after[family]
-        if after and self._record.runs is None:
+        after, begins = self._record.after[family], self._record.begins[family]
+        if after > begins and self._record.runs is None:
             self._holes.append(f"the record begins after {family.value} {after}: nothing is known of what was before")
         for index in displaced([stored.place for stored in log]):
             behind = f"after {log[index - 1].where}" if index else "at the beginning"
@@ -190,7 +219,7 @@ class _Auditor:
                 text = f"part {missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else f"part {missing[0]}"
                 self._holes.append(f"{text} of {family.value} {stored.sequence} missing, next to {self._told(stored)}")
         by_number = {stored.sequence: stored for stored in log}
-        for first, last in _gaps(sorted(by_number), after):
+        for first, last in _gaps(sorted(by_number), max(after, begins)):
             what = f"{family.value} {first}" if first == last else f"{family.value} {first} to {last}"
             near = [by_number[number] for number in (first - 1, last + 1) if number in by_number]
             self._holes.append(f"{what} is missing, next to {' and '.join(map(self._told, near))}")

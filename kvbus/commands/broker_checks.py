@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvbus.bus import NatsBus
 from kvbus.bus_access import DeniedError
 from kvbus.bus_assets import AssetLimits, Assets, drift
-from kvbus.bus_guards import SERVER_FLOOR
+from kvbus.bus_guards import SERVER_FLOOR, nodes
 from kvbus.commands.common import entering
 from kvbus.commands.findings import Notes, address_of
 from kvbus.errors import BusError, ConfigError
@@ -44,7 +44,7 @@ class Hello:
 
 
 async def hello(url: str) -> Hello | str:
-    """Return a server's greeting, or why there is none."""
+    """Return one server's greeting, or why there is none."""
     parts = urlsplit(url if "//" in url else f"nats://{url}")
     try:
         host, port = parts.hostname or "", parts.port or NATS_PORT
@@ -80,12 +80,28 @@ def _greeting(line: bytes) -> Hello | str:
 
 
 async def check_server(notes: Notes, url: str) -> bool:
-    """Look at the server itself; False where nothing further can be asked."""
-    said, where = await hello(url), address_of(url)
-    if isinstance(said, str):
-        step = "start it, or name another with --nats URL; a stale state file goes away with the next `kvbus up`"
-        notes.wrong("server", f"{where}: {said}", step)
-        return False
+    """Look at the server itself, or at each that a URL names; False where nothing further can be asked.
+
+    One node of several may be away: the others serve.
+    """
+    found = [(address_of(node), node) for node in nodes(url)]
+    greetings = await asyncio.gather(*(hello(node) for _, node in found))
+    serve = [one for one in greetings if isinstance(one, Hello)]
+    well = bool(serve)
+    for (where, _), said in zip(found, greetings, strict=True):
+        if isinstance(said, Hello):
+            well &= _is_fit(notes, where, said)
+        elif serve:
+            notes.warning("server", f"{where}: {said}", "start this node again; the others serve meanwhile")
+        else:
+            step = "start it, or name another with --nats URL; a stale state file goes away with the next `kvbus up`"
+            notes.wrong("server", f"{where}: {said}", step)
+    if well:
+        notes.ok("jetstream", "on")
+    return well
+
+
+def _is_fit(notes: Notes, where: str, said: Hello) -> bool:
     login = ", asks for credentials" if said.needs_login else ", lets everybody in"
     if _version(said.version) < SERVER_FLOOR:
         floor = ".".join(map(str, SERVER_FLOOR))
@@ -93,10 +109,8 @@ async def check_server(notes: Notes, url: str) -> bool:
         return False
     notes.ok("server", f"{where}: nats-server {said.version}{login}")
     if not said.has_jetstream:
-        notes.wrong("jetstream", "off", "start the server with JetStream (nats-server -js)")
-        return False
-    notes.ok("jetstream", "on")
-    return True
+        notes.wrong("jetstream", f"off at {where}", "start the server with JetStream (nats-server -js)")
+    return said.has_jetstream
 
 
 def _version(text: str) -> tuple[int, ...]:

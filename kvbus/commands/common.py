@@ -15,6 +15,7 @@ from kvbus.bus_access import TlsFiles
 from kvbus.bus_assets import AssetLimits
 from kvbus.config import discover, discover_credentials
 from kvbus.errors import BusError, ConfigError, KvbusError
+from kvbus.patience import NO_SUCH_STREAM
 from kvbus.topics import Topics
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,8 +29,6 @@ EXIT_OPEN = 3
 EXIT_BUSY = 4
 """It was not begun, since there was too much to do: try again later."""
 EXIT_INTERRUPTED = 130
-NO_SUCH_STREAM = 10059
-"""JetStream's own number for a stream that does not exist; buckets are streams."""
 
 
 def run(command: click.Command) -> int:

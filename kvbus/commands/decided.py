@@ -88,9 +88,14 @@ class Decided:
 
 @dataclass(slots=True)
 class Chains:
-    """Decisions of one term count up by one; a successor's first goes on from the last of the term before (P15)."""
+    """Decisions of one term count up by one; a successor's first goes on from the last of the term before (P15).
 
+    `begins_late`: the log begins behind decisions that are gone, each instance's first ones.
+    """
+
+    begins_late: bool = False
     _last: dict[tuple[str, int], int] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
 
     def missing(self, event: Event, body: SettleLogBody) -> str:
         """Take a decision in; return which decisions must have stood before it and are not recorded, in words."""
@@ -98,7 +103,9 @@ class Chains:
         last, before = self._last.get(chain, 0), body.previous.partition(".")[0]
         self._last[chain] = max(body.n, last)
         takes_over = not last and before not in {"", f"{body.term}"}
-        if takes_over or body.n <= last + 1:
+        is_first = instance not in self._known
+        self._known.add(instance)
+        if takes_over or body.n <= last + 1 or (is_first and self.begins_late):
             return ""
         numbers = f"{last + 1}" if body.n == last + 2 else f"{last + 1} to {body.n - 1}"
         return f"decision {numbers} of {instance}, term {body.term}, is not recorded"

@@ -16,7 +16,7 @@ from kvbus.commands.members import Members, members_of
 from kvbus.commands.rendering import printable
 from kvbus.commands.wording import counted
 from kvbus.draining import DrainAnswered, DrainAsked, HoldingRow
-from kvbus.errors import ConfigError
+from kvbus.errors import BusError, ConfigError, PeerError
 from kvbus.roles.asking import NOBODY_MAX_S
 from kvbus.roles.registry import Registered, lookup
 from kvbus.topics import Command, Topics
@@ -114,6 +114,8 @@ class Draining:
         self._leaves = leaves
         self._clock = clock
         self._silent_since: dict[str, float] = {}
+        self.unheard = ""
+        """Why the last look failed; empty where it did not."""
         self.states: dict[str, str] = {}
         self.answers: dict[str, DrainAnswered] = {}
 
@@ -146,14 +148,23 @@ class Draining:
         return f"; asked before it, and not undone: {names}" if names else ""
 
     async def wait(self, ends_at: float, show: Callable[[int, str], None]) -> None:
-        """Look again and again until all have ended, or the time is up."""
+        """Look again and again until all have ended, or the time is up; the drain goes on without our connection."""
         while not self.ended and time.monotonic() < ends_at:
-            for one in self._registered:
-                if self.states[one.member] != LEFT:
-                    await self._note(one, await self._members.ask(Command.DRAIN, one, DrainAsked(), DrainAnswered))
+            await self._look()
             show(self.held, ", ".join(f"{member} {state}" for member, state in self.states.items()))
             if not self.ended:
                 await asyncio.sleep(PAUSE_S)
+
+    async def _look(self) -> None:
+        self.unheard = ""
+        for one in self._registered:
+            if self.states[one.member] == LEFT:
+                continue
+            try:
+                await self._note(one, await self._members.ask(Command.DRAIN, one, DrainAsked(), DrainAnswered))
+            except (BusError, PeerError) as error:
+                self.unheard = str(error)
+                self._silent_since.pop(one.member, None)  # it was not heard, and could not have been
 
     async def _note(self, one: Registered, answer: DrainAnswered | NoAnswer) -> None:
         member, now = one.member, self._clock()
@@ -179,6 +190,7 @@ class Draining:
             "instance": instance,
             "ended": self.ended,
             "took_s": round(took_s, 3),
+            "unheard": self.unheard,
             "members": [
                 {"member": member, **self.answers[member].model_dump(), "state": state}
                 for member, state in self.states.items()
@@ -187,6 +199,8 @@ class Draining:
 
     def lines(self, instance: str) -> Iterator[str]:
         """Yield it for people: each member, and what still holds it."""
+        if self.unheard:
+            yield f"the last look failed, so this is what was heard before: {printable(self.unheard)}"
         for member, state in self.states.items():
             yield f"{instance}/{member}: {state or 'takes part'}"
             if state not in {LEFT, "drained", ""}:

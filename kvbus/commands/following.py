@@ -113,13 +113,12 @@ async def progress_bar(bus: Bus, topics: Topics, followed: Followed, screen: Con
             await asyncio.gather(following, return_exceptions=True)
 
 
-async def newest(bus: Bus, topics: Topics, destination: str) -> int:
-    """Return where the destination's newest fact stands in the log; 0 where there is none, or nobody can say now."""
+async def newest(bus: Bus, topics: Topics) -> int:
+    """Return where the log of facts ends; 0 where nobody can say now."""
     try:
-        last = await bus.last(topics.facts(destination))
+        return await bus.log_end(topics.facts_filter())
     except BusError:
         return 0
-    return last.sequence if last else 0
 
 
 async def _follow(bus: Bus, topics: Topics, followed: Followed, show: Callable[[], None]) -> None:

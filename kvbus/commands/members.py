@@ -9,7 +9,7 @@ from kvbus.errors import ConfigError, PeerError
 from kvbus.events import Header, decode, encode
 from kvbus.parts import Body
 from kvbus.roles.registry import Registered, lookup
-from kvbus.topics import Command, Topics
+from kvbus.topics import Command, Topics, escape
 from kvbus.transport import Bus, NoAnswer
 
 ANSWER_S = 5.0
@@ -18,8 +18,17 @@ ANSWER_S = 5.0
 B = TypeVar("B", bound=Body)
 
 
+def check_name(instance: str) -> None:
+    """Raise ConfigError for what no instance can be called."""
+    try:
+        escape(f"{instance}/" if instance else "")  # as the keys begin under which its members register
+    except ValueError as error:
+        raise ConfigError(f"{instance[:80]!r} cannot be the name of an instance: {error}") from error
+
+
 async def members_of(bus: Bus, instance: str) -> Sequence[Registered]:
     """Return who is registered under an instance; ConfigError where nobody is."""
+    check_name(instance)
     found = await lookup(bus, instance)
     if not found:
         raise ConfigError(f"no worker of {instance!r} is registered: is the name right, and does it run?")

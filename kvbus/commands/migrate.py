@@ -6,6 +6,7 @@ import click
 
 from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
 from kvbus.commands.completing import instance_names
+from kvbus.commands.members import check_name
 from kvbus.commands.moving import Move, Mover, document, lines, progress
 from kvbus.errors import ConfigError
 from kvbus.prefixes import PREFIXES_MAX
@@ -50,6 +51,7 @@ def migrate(
     """  # noqa: D301 - click reads the sign itself
     if source == destination:
         raise ConfigError(f"--from and --to are both {source!r}")
+    check_name(destination)
 
     async def go() -> int:
         bus = await connect(nats_url, token, prefix, name="kvbus-migrate")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvbus.commands.members import Members, members_of
 from kvbus.commands.rendering import printable
 from kvbus.commands.wording import counted, size
-from kvbus.errors import BusError, ConfigError
+from kvbus.errors import BusError, ConfigError, PeerError
 from kvbus.events import CacheAnswered, CacheAsked, CacheChangeAsked, CacheChanged
 from kvbus.parts import Prompt
 from kvbus.patience import Staged
@@ -105,21 +105,41 @@ class Mover:
 
         Prefixes share blocks, so where one was not moved, all stay: it would lose its beginning. What has settled may
         be gone there again, in a small pool or by an answer that an earlier transfer gave: so each is asked for first.
+        What cannot be asked, or is not answered, is the failure of that prefix, and the others go on.
         """
         if any(one.failure for one in self.moved):
             return 0
         there: dict[str, Sequence[Registered]] = {}
         for one in self.moved:
             destination = one.move.destination
-            if destination not in there:
-                there[destination] = await members_of(self.bus, destination)
-            if why := await self._why_kept(one.move, there[destination]):
+            try:
+                if destination not in there:
+                    there[destination] = await members_of(self.bus, destination)
+                why = await self._why_kept(one.move, there[destination])
+            except (BusError, ConfigError, PeerError) as error:
+                why = str(error)
+            if why:
                 one.failure = f"kept at {self.source}: {why}"
-                continue
-            asked = CacheChangeAsked(action="evict", prompt=Prompt(prefix=one.move.row.name))
-            answer = await self._members.ask(Command.CACHE, self._source(), asked, CacheChanged)
-            one.evicted = answer.blocks if isinstance(answer, CacheChanged) else 0
+            else:
+                await self._drop(one)
         return sum(one.evicted for one in self.moved)
+
+    async def _drop(self, one: Moved) -> None:
+        """Ask the source to drop a prefix; where no answer comes, it may have dropped it.
+
+        A refusal is no failure: what shares its blocks was dropped before.
+        """
+        asked = CacheChangeAsked(action="evict", prompt=Prompt(prefix=one.move.row.name))
+        try:
+            answer = await self._members.ask(Command.CACHE, self._source(), asked, CacheChanged)
+        except (BusError, PeerError) as error:
+            why = str(error)
+        else:
+            if isinstance(answer, CacheChanged):
+                one.evicted = answer.blocks
+                return
+            why = "it does not answer"
+        one.failure = f"{self.source} was asked to drop it, and may have: {why}"
 
     async def _why_kept(self, move: Move, members: Sequence[Registered]) -> str:
         """Return why a prefix may not be dropped at its source; empty where its destination holds all of it."""
@@ -144,7 +164,7 @@ class Mover:
                 on_miss="partial",
                 patience_s=self.patience_s,
             )
-        except BusError as error:
+        except (BusError, ValueError) as error:  # ValueError: a name that nobody can have
             return Moved(move, failure=str(error))
         outcome = staged.outcome
         if outcome is None or not staged.settled:

@@ -19,8 +19,9 @@ from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Delivery
 
 PROBE = "kvbus-probe"
 """An instance that nobody is."""
-PROBE_S = 1.0
-"""A denial comes within a round trip; whoever is let through may find nobody who answers."""
+PROBE_S, DENIAL_S = 1.0, 10.0
+"""A denial comes within a round trip, which takes a while on a busy machine; whoever is let through may find nobody who
+answers."""
 
 _HASH = "0" * 32
 _UNSTORED = {"Nats-Expected-Stream": PROBE}
@@ -66,14 +67,17 @@ async def permission_lines(bus: NatsBus, user: User, topics: Topics, *, other: s
         expected = user.role in right.roles
         # What is let through goes to nobody; what should be denied is tried on a name that counts.
         subject = right.subject(PROBE if expected else other)
-        found = await (_publishes if right.verb == "publish" else _subscribes)(bus, right, subject)
+        if right.verb == "publish":
+            found = await _publishes(bus, right, subject, PROBE_S if expected else DENIAL_S)
+        else:
+            found = await _subscribes(bus, subject)
         lines.append(PermissionLine(right.verb, subject, expected, found))
     return lines
 
 
-async def _publishes(bus: NatsBus, right: _Right, subject: str) -> bool:
+async def _publishes(bus: NatsBus, right: _Right, subject: str, wait_s: float) -> bool:
     try:
-        await bus.ask(subject, right.data, headers=right.headers, wait_s=PROBE_S)
+        await bus.ask(subject, right.data, headers=right.headers, wait_s=wait_s)
     except DeniedError:
         return False
     except (BusError, TimeoutError):
@@ -82,7 +86,7 @@ async def _publishes(bus: NatsBus, right: _Right, subject: str) -> bool:
     return True
 
 
-async def _subscribes(bus: NatsBus, _right: _Right, subject: str) -> bool:
+async def _subscribes(bus: NatsBus, subject: str) -> bool:
     try:
         subscription = await bus.subscribe(subject, _ignore)
     except DeniedError:
@@ -199,6 +203,7 @@ def _api(build: Callable[[str], str]) -> Callable[[str], str]:
 def _message_rights(topics: Topics) -> Iterator[_Right]:
     operator, nobody = frozenset({_OPERATOR}), frozenset[Role]()
     requesters, asking = frozenset({_REQUESTER, _OPERATOR}), frozenset({_INSTANCE, _OPERATOR})
+    following = frozenset({_REQUESTER, _OBSERVER, _OPERATOR})
     for roles, build in (
         (operator, topics.heartbeat),
         (operator, topics.shares),
@@ -211,9 +216,9 @@ def _message_rights(topics: Topics) -> Iterator[_Right]:
         (requesters, lambda name: topics.command(name, Command.TRANSFER)),
         (requesters, lambda name: topics.command(name, Command.CANCEL)),
         (requesters, lambda name: topics.command(name, Command.CACHE, "m0")),
-        (requesters, lambda name: topics.query(name, Query.STATS, "m0")),
+        (following, lambda name: topics.query(name, Query.STATS, "m0")),
+        (following, lambda name: topics.query(name, Query.SNAPSHOT, "m0")),
         (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.STATS)),
-        (frozenset({_OBSERVER, _OPERATOR}), lambda name: topics.query(name, Query.SNAPSHOT, "m0")),
     ):
         yield _Right("publish", roles, build)
 

@@ -91,7 +91,8 @@ class Record:
     """Stored messages in the order in which they were read.
 
     `after`: each log's sequence after which the record begins. `runs`: the runs that it is about; None for all that it
-    names. `faults`: what is wrong with the file, in words. `end_ns`: when it ended, 0 where it does not say.
+    names. `faults`: what is wrong with the file, in words. `end_ns`: when it ended, 0 where it does not say. `begins`:
+    each log's sequence after which the log itself began when it was read, since the broker had dropped what was before.
     """
 
     after: dict[Family, int] = field(default_factory=lambda: dict.fromkeys(LOGS, 0))
@@ -99,6 +100,11 @@ class Record:
     runs: frozenset[Run] | None = None
     faults: list[str] = field(default_factory=list)
     end_ns: int = 0
+    begins: dict[Family, int] = field(default_factory=lambda: dict.fromkeys(LOGS, 0))
+
+    def begins_late(self, family: Family) -> bool:
+        """Whether one of the logs begins later than with its first message, and the record there."""
+        return self.runs is None and self.begins[family] > 0
 
     def events(self) -> Iterator[Event]:
         """Yield the events that can be read."""
@@ -111,7 +117,8 @@ class Record:
 
     def since(self, runs: frozenset[Run]) -> "Record":
         """Return what follows from the first event of these runs on; they must have begun within this record."""
-        record = Record(dict(self.after), runs=runs, faults=list(self.faults), end_ns=self.end_ns)
+        after = {log: max(self.after[log], self.begins[log]) for log in LOGS}
+        record = Record(after, runs=runs, faults=list(self.faults), end_ns=self.end_ns)
         begun: set[Family] = set()
         for stored in self.stored:
             if stored.family not in begun and _run_of(stored) in runs:
@@ -124,19 +131,25 @@ class Record:
 
 
 class LogTap:
-    """Reads both logs as the broker holds them, from their beginning, a page at a time; BusError as the bus has it."""
+    """Reads both logs as the broker holds them, from their beginning, a page at a time; BusError as the bus has it.
+
+    `begins`: after which sequence each of them begins, as the broker's first message told; 0 while none has come.
+    """
 
     def __init__(self, bus: Bus, topics: Topics) -> None:
         self._bus = bus
         self._filters = {Family.FACTS: topics.facts_filter(), Family.SETTLE: topics.settle_filter()}
         self._last: dict[Family, int] = dict.fromkeys(LOGS, 0)
         self._newest: dict[tuple[Family, Run], int] = {}
+        self.begins: dict[Family, int] = dict.fromkeys(LOGS, 0)
 
     async def more(self) -> AsyncIterator[Stored]:
         """Yield what is there beyond what was read before; within each log in its order."""
         for family, subject_filter in self._filters.items():
             while True:
                 page = await self._bus.history(subject_filter, after_sequence=self._last[family], most=_PAGE)
+                if page and not self._last[family]:
+                    self.begins[family] = page[0].sequence - 1
                 for delivery in page:
                     self._last[family] = delivery.sequence
                     stored = Stored(family, delivery.sequence, delivery.subject, delivery.data)
@@ -153,8 +166,10 @@ class LogTap:
         async for stored in self.more():
             log = kept[stored.family]
             log.append(stored)
-            if len(log) > EVENTS_MAX:
-                record.after[stored.family] = log.popleft().sequence
+            while log and (len(log) > EVENTS_MAX or log[0].sequence <= record.begins[stored.family]):  # a batch's rest
+                record.begins[stored.family] = log.popleft().sequence
+        for family, begins in self.begins.items():
+            record.begins[family] = max(record.begins[family], begins)
         record.stored = [stored for log in kept.values() for stored in log]
 
     def _without_repeat(self, stored: Stored) -> Stored:
@@ -173,6 +188,7 @@ class RecordingWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._counts: dict[Family, int] = dict.fromkeys(LOGS, 0)
+        self._begins: dict[Family, int] = dict.fromkeys(LOGS, 0)
 
     @classmethod
     def create(cls, path: Path) -> Self:
@@ -188,6 +204,13 @@ class RecordingWriter:
         with _written():
             self._file.write(_MAGIC)
         self._frame(document)
+
+    def log_begins(self, begins: Mapping[Family, int]) -> None:
+        """Write after which sequences the logs begin, each once and before its first message."""
+        for family, sequence in begins.items():
+            if sequence > self._begins[family] == self._counts[family] == 0:
+                self._begins[family] = sequence
+                self._frame({"log": family.value, "begins": sequence})
 
     def add(self, stored: Stored) -> None:
         """Write one message."""
@@ -229,6 +252,7 @@ def write_record(path: Path, record: Record) -> None:
     """Write a whole record to a file; ConfigError where that cannot be."""
     with closing(RecordingWriter.create(path)) as writer:
         writer.begin(record.after, record.runs)
+        writer.log_begins(record.begins)
         for stored in record.stored:
             writer.add(stored)
         writer.end(record.end_ns)
@@ -287,7 +311,10 @@ def _fill(record: Record, frames: Iterator[dict[str, object]]) -> None:
             if next(frames, None) is not None:
                 record.faults.append("something follows the end mark")
             return
-        record.stored.append(_stored(frame))
+        if "begins" in frame:
+            _note_beginning(record, frame)
+        else:
+            record.stored.append(_stored(frame))
     record.faults.append("the recording was cut off: it has no end mark")
 
 
@@ -307,6 +334,17 @@ def _frames(data: bytes) -> Iterator[dict[str, object]]:
             raise PeerError("the recording is damaged: a frame does not fit its checksum", byte=place)
         yield unpack(payload, length_max_bytes=_FRAME_LENGTH_MAX_BYTES)
         place = start + length
+
+
+def _note_beginning(record: Record, frame: dict[str, object]) -> None:
+    """A log begins once, and before its first message: nothing that follows could move its beginning."""
+    log, sequence = frame.get("log"), frame["begins"]
+    if log not in LOGS or type(sequence) is not int or sequence <= 0:
+        raise PeerError("the recording says where a log begins, and names no log or no place", fields=sorted(frame)[:8])
+    family = Family(str(log))
+    if record.begins[family] or any(stored.family is family for stored in record.stored):
+        raise PeerError("the recording says in the middle of a log where that begins", log=family.value)
+    record.begins[family] = sequence
 
 
 def _stored(frame: dict[str, object]) -> Stored:

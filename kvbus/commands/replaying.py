@@ -4,7 +4,7 @@ Each run of a member is followed in its own order. What breaks a rule is an offe
 is `proved` where no event that may be missing could explain it; the others count only in a record without holes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from kvbus.commands.decided import Chains, Decided
 from kvbus.commands.leases import (
@@ -47,7 +47,7 @@ class Replay:
     It keeps every lease: as large as the record, which whoever read it has bounded.
     """
 
-    def __init__(self, *, leases_max: int) -> None:
+    def __init__(self, *, leases_max: int, settle_begins_late: bool = False) -> None:
         self._book = LeaseBook(keep_returned=True, leases_max=leases_max)
         self._index = Index()
         self._pages = PageBook()
@@ -55,7 +55,7 @@ class Replay:
         self._batches: dict[Run, int] = {}
         self._transfers: dict[tuple[str, str], Decided] = {}
         self._owners: dict[LeaseKey, str] = {}
-        self._chains = Chains()
+        self._chains = Chains(settle_begins_late)
         self._last_fact: dict[Run, int] = {}
         self._hasty: list[Offence] = []
         self._undecided: list[tuple[Trail, Offence]] = []
@@ -64,14 +64,13 @@ class Replay:
         self._place = 0
 
     @property
-    def leases(self) -> int:
-        """How many leases the events name."""
-        return len(self._trails)
+    def trails(self) -> Mapping[LeaseKey, Trail]:
+        """Every lease that the events name."""
+        return self._trails
 
-    @property
-    def returned(self) -> int:
-        """How many of them were returned."""
-        return sum(1 for trail in self._trails.values() if trail.returned is not None)
+    def is_opened(self, instance: str, transfer: str) -> bool:
+        """Whether a transfer's opening is recorded."""
+        return (instance, transfer) in self._transfers
 
     def take(self, event: Event) -> None:
         """Replay one event; each only once, and those of one run of a member in its order."""
@@ -136,18 +135,19 @@ class Replay:
         """Return the leases that have not come back, in the order in which they became known."""
         return [self._out(trail) for trail in self._trails.values() if trail.returned is None]
 
-    def holes(self) -> Iterator[str]:
-        """Yield what is not recorded although it must have been there, in words."""
+    def holes(self, first_ticket: Callable[[Run], int]) -> Iterator[str]:
+        """Yield what is not recorded although it must have been there, in words; of a run, from its first ticket on."""
         yield from self._unread
         last: dict[Run, int] = {}
-        for key in sorted(self._trails):
-            expected = last.get(run_of(key), 0) + 1
+        recorded = [key for key in sorted(self._trails) if not 0 < key.ticket < first_ticket(run_of(key))]
+        for key in recorded:
+            expected = last.get(run_of(key), first_ticket(run_of(key)) - 1) + 1
             if key.ticket != expected and key.ticket > 0:
                 missing = f"T{expected}" if key.ticket == expected + 1 else f"T{expected} to T{key.ticket - 1}"
                 yield f"nothing of {missing} of {key.instance}/{key.member} in epoch {key.epoch} is recorded"
             last[run_of(key)] = key.ticket
-        for trail in self._trails.values():
-            yield from holes_of(trail)
+        for key in recorded:
+            yield from holes_of(self._trails[key])
 
     # ------------------------------------------------------------------------------------------------------- events
 

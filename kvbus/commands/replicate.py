@@ -6,6 +6,7 @@ import click
 
 from kvbus.commands.common import EXIT_FAILED, broker_options, connect, console, json_option, print_document
 from kvbus.commands.completing import instance_names
+from kvbus.commands.members import check_name
 from kvbus.commands.moving import Move, Mover, document, lines, progress
 from kvbus.errors import ConfigError
 from kvbus.prefixes import PREFIXES_MAX, PrefixRow
@@ -51,6 +52,8 @@ def replicate(
     lists = name is None and hot is None
     if not lists and (not wanted or source in wanted):
         raise ConfigError(f"--to names the instances that take, and {source!r} is none of them")
+    for destination in wanted:
+        check_name(destination)
     if name is not None and hot is not None:
         raise click.UsageError("give a PREFIX or --hot, not both")
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import click
@@ -12,13 +12,11 @@ from rich.markup import escape
 
 from kvbus import tracing
 from kvbus.bus import NatsBus
-from kvbus.bus_access import DeniedError
 from kvbus.commands.common import (
     EXIT_BUSY,
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_OPEN,
-    NO_SUCH_STREAM,
     broker_options,
     connect,
     console,
@@ -29,15 +27,14 @@ from kvbus.commands.completing import instance_names
 from kvbus.commands.following import Followed, newest, progress_bar
 from kvbus.errors import BusError, ConfigError
 from kvbus.events import TransferOutcome
-from kvbus.handles import UNASKED
+from kvbus.handles import LOST, UNASKED
+from kvbus.patience import ask_until
 from kvbus.publisher import Publisher, TransferHandle, Verdict
 from kvbus.roles.registry import lookup
 from kvbus.topics import Topics
 from kvbus.traceparent import checked_traceparent
 from kvbus.transport import Bus
 
-PAUSE_S = 0.5
-"""Between two tries: each waits some seconds itself for a broker that is silent, and less for one that refuses."""
 SLACK_S = 10.0
 """Beyond the budget and the queue: how long an outcome may take to arrive."""
 
@@ -98,7 +95,7 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
     source, destination = str(request["source"]), str(request["destination"])
     budget_s = float(str(request["budget"]))
     async with Publisher(bus=bus, topics=topics) as publisher:
-        after = await newest(bus, topics, destination) if screen.is_terminal else 0
+        after = await newest(bus, topics) if screen.is_terminal else 0
         since_ns = time.time_ns()
 
         def ask() -> Awaitable[TransferHandle]:
@@ -134,33 +131,6 @@ async def _is_absent(bus: Bus, instance: str) -> bool:
         return False
 
 
-async def ask_until(
-    ask: Callable[[], Awaitable[TransferHandle]], wait_s: float, say: Callable[[str], None]
-) -> TransferHandle:
-    """Put a request to the bus, again while a cluster elects a leader or the connection is lost, as long as the wait.
-
-    It is the same prompt each time, so a request that got through unheard is joined by the next one. BusError is the
-    last one's; at once where another try would say the same: no rights, or no streams.
-    """
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + wait_s
-    while True:
-        try:
-            handle = await ask()
-            problem = ""
-            if (verdict := await handle.verdict(0)).verdict == "refused" and verdict.reason == UNASKED:
-                problem = verdict.reason
-            if not problem or loop.time() + PAUSE_S >= ends_at:
-                return handle
-        except BusError as error:
-            final = isinstance(error, DeniedError) or error.details.get("code") == NO_SUCH_STREAM
-            if final or loop.time() + PAUSE_S >= ends_at:
-                raise
-            problem = str(error)
-        say(problem)
-        await asyncio.sleep(PAUSE_S)
-
-
 def exit_status(verdict: Verdict, outcome: TransferOutcome | None) -> int:
     """Return what a script can tell from: the statuses of `kvbus stage --help`."""
     if outcome is not None:
@@ -169,6 +139,8 @@ def exit_status(verdict: Verdict, outcome: TransferOutcome | None) -> int:
         return EXIT_CONFIG
     if verdict.verdict == "skipped_busy":
         return EXIT_BUSY
+    if verdict.reason == LOST:  # it may be queued all the same
+        return EXIT_OPEN
     return EXIT_OPEN if verdict.hopeful else EXIT_FAILED
 
 

@@ -16,19 +16,19 @@ from kvbus.commands.logs import LogReader
 from kvbus.commands.recordings import LogTap, RecordingWriter
 from kvbus.commands.rendering import LinePrinter, event_document
 from kvbus.commands.wording import lines_of
-from kvbus.errors import BusError, ConfigError
+from kvbus.errors import BusError
 from kvbus.subscriber import Lagged, Seen, Subscriber
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
 
 SINCE_S = 300.0
-"""Enough to see what just happened; `--since` reaches as far back as the broker keeps the log, an hour."""
+"""Enough to see what just happened; `--since` reaches as far back as the broker keeps the log, an hour or more."""
 LEAD_IN_S = 60.0
 """Read before that, without being shown: a transfer lasts 30 s unless told otherwise, so its leases are known then."""
 RETRY_S = 1.0
 """Between tries to subscribe: the bus itself reconnects within a second or two."""
 RECORD_S = 1.0
-"""Between two looks at the logs for the recording; they hold an hour."""
+"""Between two looks at the logs for the recording; they hold an hour at least."""
 RECORD_END_S = 5.0
 """For the last look; a broker that is away then costs only what came since the look before."""
 
@@ -90,21 +90,28 @@ async def _until_interrupted(
 
 @asynccontextmanager
 async def recording(bus: Bus, topics: Topics, file: Path | None) -> AsyncIterator[None]:
-    """Record both logs to a file for as long as the block runs, and once more at its end; ConfigError if that fails."""
+    """Record both logs to a file for as long as the block runs, and once more at its end.
+
+    Where the recording ends by itself, as on a full disk, so does the block, at once, with what ended it.
+    """
     if file is None:
         yield
         return
     with closing(RecordingWriter.create(file)) as writer:
         writer.begin()
         tap = LogTap(bus, topics)
+        block, over = asyncio.current_task(), asyncio.Event()
         task = asyncio.get_running_loop().create_task(_record(tap, writer))
+        task.add_done_callback(lambda _: block.cancel() if block and not over.is_set() else None)
         try:
             yield
         finally:
-            task.cancel()
-            (ended,) = await asyncio.gather(task, return_exceptions=True)
-            if isinstance(ended, ConfigError):
-                raise ended
+            over.set()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled() and (error := task.exception()):
+                raise error
             with suppress(BusError, TimeoutError):
                 async with asyncio.timeout(RECORD_END_S):
                     await _look(tap, writer)
@@ -120,6 +127,7 @@ async def _record(tap: LogTap, writer: RecordingWriter) -> None:
 
 async def _look(tap: LogTap, writer: RecordingWriter) -> None:
     async for stored in tap.more():
+        writer.log_begins(tap.begins)
         writer.add(stored)
     writer.flush()
 

@@ -81,6 +81,7 @@ def json_object(option: str, given: str) -> dict[str, object]:
     "--url", "urls", multiple=True, metavar="URL", help="A base URL of this instance, as HTTP clients know it."
 )
 @click.option("--devices", default="lo", show_default=True, help="Network devices for UCX.")
+@click.option("--ucx-tls", default="", envvar="KVBUS_UCX_TLS", metavar="A,B", help="UCX transports; none: tcp,cma.")
 @click.option("--rate-limit", default=0, metavar="BYTES_S", help="Upper limit for pulled bytes per second.")
 @click.option("--digests", type=click.Choice(DIGESTS), default="off", show_default=True, help="When pages are hashed.")
 @click.option("--metrics", default="", metavar="HOST:PORT", help="Serve metrics here: loopback, unless HOST is given.")

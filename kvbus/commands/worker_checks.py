@@ -131,10 +131,11 @@ def _broken(counters: Counted) -> list[str]:
 
 
 def _lanes(counters: Counted) -> str:
-    """Say by which ways this instance has read so far, and which lanes UCX found."""
+    """Say by which ways this instance has read so far, what UCX may take, and which lanes it found."""
     ways = [f"{name.removeprefix('ways_by_')} {count}" for name, count in _beginning(counters, "ways_by_")]
     lanes = [name.removeprefix("ways_lane_").replace("_", "/", 1) for name, _ in _beginning(counters, "ways_lane_")]
-    text = f"; has read by {', '.join(ways)}" if ways else ""
+    text = f"; UCX may take {counters['ways_ucx_tls']}" if "ways_ucx_tls" in counters else ""
+    text += f"; has read by {', '.join(ways)}" if ways else ""
     return f"{text} (ucx lanes {', '.join(sorted(lanes))})" if lanes else text
 
 

@@ -45,6 +45,8 @@ class ClientSession:
         self._desk = desk
         self._running: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, Generation] = {}
+        self._cancelled: set[int] = set()
+        """Requests that run and were cancelled; some before their task had begun its answer."""
 
     def __repr__(self) -> str:
         return f"<ClientSession running={len(self._running)}>"
@@ -63,9 +65,7 @@ class ClientSession:
     def _handle(self, frame: Frame) -> None:
         op, request_id = link.text(frame, "op"), link.number(frame, "id")
         if op == "cancel":
-            answer = self._answers.get(link.number(frame, "target"))
-            if answer is not None:
-                answer.cancel()
+            self._cancel(link.number(frame, "target"))
         elif op in {"generate", "tokenize"}:
             self._start(op, request_id, frame)
         elif op in {"held", "evict", "where", "stats", "forget"}:
@@ -76,6 +76,13 @@ class ClientSession:
                 op=op,
                 expected="generate, tokenize, cancel, held, evict, where, stats, forget",
             )
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id not in self._running:
+            return
+        self._cancelled.add(request_id)
+        if (answer := self._answers.get(request_id)) is not None:
+            answer.cancel()
 
     def _start(self, op: str, request_id: int, frame: Frame) -> None:
         if request_id in self._running:
@@ -90,7 +97,11 @@ class ClientSession:
         work = self._generate if op == "generate" else self._tokenize
         task = asyncio.create_task(self._guarded(work, request_id, frame, prompt))
         self._running[request_id] = task
-        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+        task.add_done_callback(lambda _: self._over(request_id))
+
+    def _over(self, request_id: int) -> None:
+        self._running.pop(request_id, None)
+        self._cancelled.discard(request_id)
 
     async def _guarded(self, work: _Work, request_id: int, frame: Frame, prompt: Prompt) -> None:
         try:
@@ -109,6 +120,8 @@ class ClientSession:
             salt=link.text(frame, "salt", ""),
         ) as answer:
             self._answers[request_id] = answer
+            if request_id in self._cancelled:  # both frames lay in the socket: the cancel was read before this began
+                answer.cancel()
             try:
                 async for step in answer:
                     if isinstance(step, Token):

@@ -70,17 +70,17 @@ class ZmqEvents:
 
         `connected` and `counts` then say what was so when it came: a connection is told before what comes over it.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while True:
-                    frames = await self._socket.recv_multipart()
-                    await self._look()
-                    if len(frames) == 3 and (batch := _batch(frames[1], frames[2])) is not None:
-                        return batch
-                    self.counts["garbage"] += 1
-                    _log.warning("%s sent %d frames that are no batch of KV events", self._endpoint, len(frames))
-        await self._look()
-        return None
+        now = asyncio.get_running_loop().time
+        ends_at = now() + wait_s
+        while True:
+            frames = await self._received(ends_at - now())
+            await self._look()
+            if frames is None:
+                return None
+            if len(frames) == 3 and (batch := _batch(frames[1], frames[2])) is not None:
+                return batch
+            self.counts["garbage"] += 1
+            _log.warning("%s sent %d frames that are no batch of KV events", self._endpoint, len(frames))
 
     async def replay(self, first: int) -> AsyncIterator[Batch]:
         """Yield what the engine still holds from a sequence on, then end; ReplayLostError where its end did not come.
@@ -124,6 +124,17 @@ class ZmqEvents:
         }
         for option, value in options.items():
             socket.setsockopt(option, value)
+
+    async def _received(self, wait_s: float) -> list[bytes] | None:
+        """Return what is there, or comes within the wait. It is waited for and then taken, in two steps.
+
+        A wait that takes a message itself, and is cancelled just as it comes, would take it along.
+        """
+        for wait_ms in (0, max(0, round(wait_s * 1_000))):
+            if await self._socket.poll(wait_ms):
+                with suppress(zmq.Again):
+                    return await self._socket.recv_multipart(zmq.DONTWAIT)
+        return None
 
     async def _look(self) -> None:
         """Read the monitor: a handshake means that there is a publisher, a disconnect that there is none."""

@@ -23,7 +23,7 @@ from kvbus.processes import identity
 PAGE_BYTES = 64 << 10
 LENDER_EPOCH = 5 << 32 | 0xA11CE
 READER_EPOCH = 9 << 32 | 0xB0B
-ANSWER_S = 20.0  # a start on a starved machine takes seconds; a hang takes for ever
+ANSWER_S = 120.0  # a start on a starved machine takes seconds; a hang takes for ever
 
 
 def layout(page_bytes: int = PAGE_BYTES) -> PageLayout:

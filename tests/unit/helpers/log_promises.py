@@ -72,6 +72,17 @@ async def check_that_the_newest_message_of_a_log_is_found(bus: Bus, other: Bus) 
             await bus.last(wrong)
 
 
+async def check_that_the_end_of_a_log_is_known(bus: Bus, other: Bus) -> None:
+    """`log_end` is the stream's, whoever's subject is named; for what is no log there is none."""
+    assert await bus.log_end(TOPICS.settle_filter()) == 0
+    for number in (1, 2, 3):
+        await bus.store(LOG, b"%d" % number, message_id=f"{number}")
+    for subject in (TOPICS.settle_filter(), LOG, OTHER_LOG):
+        assert await other.log_end(subject) == 3
+    with pytest.raises(ValueError, match=r"subject"):
+        await bus.log_end(TOPICS.heartbeat("a"))
+
+
 async def check_that_decisions_are_repeated_live(bus: Bus, other: Bus) -> None:
     """With their sequence, and that of the one before on their subject."""
     heard: list[Delivery] = []
@@ -103,6 +114,7 @@ async def check_that_a_trimmed_log_starts_anew(bus: Bus, other: Bus, trim: Trim)
     await trim()
     assert await bus.last(LOG) is None
     assert await bus.history(LOG) == []
+    assert await bus.log_end(LOG) == 1
     await bus.subscribe(TOPICS.live_settle("a"), hear)
     assert await bus.store(LOG, b"owner", message_id="2", after=1) == NotStored("moved")
     assert await other.store(LOG, b"zombie", message_id="3", after=0) == Stored(2, duplicate=False)
@@ -114,5 +126,6 @@ LOG_PROMISES = (
     check_that_a_repeat_is_a_duplicate_and_no_refusal,
     check_that_of_eight_writers_one_wins,
     check_that_the_newest_message_of_a_log_is_found,
+    check_that_the_end_of_a_log_is_known,
     check_that_decisions_are_repeated_live,
 )

@@ -58,7 +58,7 @@ class Side:
         self.seen.extend(self.reader.changes())
         return self.seen
 
-    def end_of(self, ticket: int = 1, attempt: int = 1, deadline_s: float = 20.0) -> Change:
+    def end_of(self, ticket: int = 1, attempt: int = 1, deadline_s: float = 60.0) -> Change:
         """Wait for the attempt's evidence, woken only by the reader's signal."""
 
         def found() -> Change | None:

@@ -10,7 +10,7 @@ from kvbus.dataplane import socket_wire as wire
 from kvbus.dataplane.socket_server import SocketPlace
 from kvbus.dataplane.socket_wire import Header, Kind, Status
 
-ANSWER_S = 20.0
+ANSWER_S = 120.0
 
 
 class Peer:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 ASK = struct.Struct("<QQQQ")  # number, address, length, key; length 0 asks for a sign of life
 TELL = struct.Struct("<QQ")  # number, length
-CLOSE_S = 20.0
+CLOSE_S = 60.0
 RUN_BYTES = 1 << 20
 
 Bytes = NDArray[np.uint8]

@@ -9,7 +9,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-SEEN_S = 10.0
+SEEN_S = 60.0
 
 
 def stored(
