@@ -25,6 +25,8 @@ from controls.town import BLOCK, TOPICS, town
 from nats.aio.msg import Msg
 
 from kvbus.bus import NatsBus
+from kvbus.bus_assets import KEEP_HOURS_MIN
+from kvbus.commands.recordings import EVENTS_MAX
 from kvbus.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +181,7 @@ What is said during a transfer, by kind (with the heartbeats of that time):
 
 ## What many cost
 
-| instances | transfers/s for each | messages/s | bytes | facts for a day | a facts stream of {facts_gib} GiB holds |
+| instances | transfers/s for each | messages/s | bytes | facts for a day | {facts_gib} GiB of facts are full after |
 |---|---|---|---|---|---|
 {rows}
 
@@ -187,12 +189,15 @@ What is said during a transfer, by kind (with the heartbeats of that time):
   them.
 - **Replicas.** With three replicas each stored message is written three times, once on each node, and the leader sends
   it twice. Requests, facts, decisions and registry records are stored; the rest is not.
-- **The facts stream** drops its oldest messages when it is full. Make it as large as the time over which an audit has
-  to be possible: `kvbus init --facts-mib`. Where a day does not fit, record with `kvbus watch`.
+- **The facts stream** drops its oldest messages when it is full, and what is older than `kvbus init --keep-hours`,
+  which is {keep_hours} unless told otherwise. The table's last column is what fits: the stream holds that, or the hours
+  that it is told to keep, whichever is less. Set both to the time over which an audit has to be possible
+  (`--facts-mib`, `--keep-hours`). Where a day does not fit, record with `kvbus watch --record`. An audit reads the
+  newest {events} events of each log.
 - **The request queue** holds 10,000 requests and 256 MiB; a request leaves it when its transfer has ended. A requester
   is told `skipped_busy` long before it is full.
-- **The settle log** takes {settle} for a transfer. It holds 128 MiB, and drops its oldest decisions when it is full:
-  that is {settle_transfers} transfers.
+- **The settle log** takes {settle} for a transfer. It holds 128 MiB, for as many hours as the facts, and drops its
+  oldest decisions when it is full: that is {settle_transfers} transfers.
 """
 
 
@@ -240,6 +245,8 @@ def page(costs: dict[str, Any]) -> str:
         record=_size(costs["instance_record_bytes"]),
         kinds="\n".join(kinds),
         facts_gib=FACTS_MIB // 1_024,
+        keep_hours="an hour" if KEEP_HOURS_MIN == 1 else f"{KEEP_HOURS_MIN} hours",
+        events=f"{EVENTS_MAX:,}",
         rows="\n".join(rows),
         settle=_size(costs["transfer_settle_bytes"]),
         settle_transfers=f"{(SETTLE_MIB << 20) / costs['transfer_settle_bytes']:,.0f}",
