@@ -18,14 +18,14 @@ from kvbus.config import ATTACHING, WorkerSettings
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
 from kvbus.errors import ConfigError
-from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
-from kvbus.ledger.holder import STOPPING
 from kvbus.pool.layout import PageLayout
 from kvbus.processes import ProcessWatch, identity
 from kvbus.roles.assembly import Base, Parts, assemble
 from kvbus.roles.desk import PoolDesk
+from kvbus.roles.journal import TroubleLog
 from kvbus.roles.local import LocalBackend
 from kvbus.roles.lock import WorkerLock
+from kvbus.roles.owed import keep_owed, kept_owed, owed_path
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import next_epoch, require_alone
@@ -48,26 +48,11 @@ STOP_BUDGET_S = 3.0
 """For each part of the shutdown: transfers, the engine, leases, the outbox. What is not evident by then stays mapped
 until the process exits; in all a worker ends within half a minute."""
 FLUSH_S = 1.0
-"""For telling sources that access has ended: they answer in milliseconds, or learn it from our process's end."""
+"""For telling sources that access has ended: they answer in milliseconds."""
+RELEASE_S = 5.0
+"""For the last of that: what a source has not heard by then, the next run tells it."""
 
 log = logging.getLogger(__name__)
-
-
-class TroubleLog:
-    """Logs what stopped a binding or a lender: facts say it too, but a person looks here first."""
-
-    def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
-        """Lines are for the facts stream."""
-
-    def on_outcome(self, row: OutcomeRow) -> None:
-        """Outcomes are for the facts stream."""
-
-    def on_detail(self, detail: FactDetail) -> None:
-        """Log what concerns no single lease, and contradictions."""
-        if detail.ticket == 0 or detail.failure is FailureClass.CONTRADICTION:
-            level = logging.INFO if detail.text.endswith(STOPPING) else logging.WARNING
-            about = {"ticket": detail.ticket}
-            log.log(level, "%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer, extra=about)
 
 
 @dataclass(slots=True)
@@ -185,6 +170,7 @@ class Worker:
             raise ConfigError("an engine attached before the worker was ready")
         self.parts = assemble(self._base, self._port, self._desk, layout, hello)
         self.parts.rounds.follow(TroubleLog())
+        self.parts.asker.bring(kept_owed(owed_path(self.settings)))
         return self.parts.pool
 
     def _rounds_of_parts(self) -> Rounds:
@@ -322,8 +308,8 @@ class Worker:
 
     async def _stop_listening(self, parts: Parts, tasks: dict[str, asyncio.Task[None]]) -> None:
         """The forced close may have ended the last reads: tell their sources too, then leave the bus."""
-        await parts.asker.flush(FLUSH_S)
-        await parts.asker.close()
+        await parts.asker.flush(RELEASE_S)
+        keep_owed(owed_path(self.settings), await parts.asker.close())
         await parts.drain.close()
         if "intake" in tasks:
             tasks["intake"].cancel()  # until here it gave back at once what the queue still offered

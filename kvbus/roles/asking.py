@@ -6,8 +6,9 @@ source's process, and so its pool, is no more: seen on this host, or by its memb
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import BusError, PeerError
@@ -26,8 +27,10 @@ from kvbus.grants import Expected, Grant, refusal, unseal
 from kvbus.ledger.facts import FailureClass
 from kvbus.parts import Body, PagesFound, ProcessIdentity
 from kvbus.processes import same_host, start_ticks
+from kvbus.roles.owed import OwedRelease, SourceProcess
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered, lookup
+from kvbus.roles.tasks import started
 from kvbus.topics import Command, Topics
 from kvbus.transport import Bus, NoAnswer
 
@@ -39,6 +42,9 @@ NOBODY_MAX_S = 3.0
 RELEASES_MAX = 4_096
 """Releases still unconfirmed: as many leases as a source lends at once; beyond that new transfers are refused."""
 RELEASE_PAUSE_MAX_S = 10.0
+ABSENT_S = 60.0
+"""A source whose record is missing for so long, six times what the registry remembers, may be gone for good: it is told
+still, for as long as this member lives, but keeps it from leaving no more."""
 log = logging.getLogger(__name__)
 
 
@@ -79,6 +85,9 @@ class Asker:
         self._clock = clock
         self._has_died = has_died or _has_died
         self._releases: dict[ReaderKey, asyncio.Task[None]] = {}
+        self._owed: dict[ReaderKey, OwedRelease] = {}
+        self._absent_since: dict[ReaderKey, float] = {}
+        self._again = asyncio.Event()
 
     @property
     def is_full(self) -> bool:
@@ -89,6 +98,12 @@ class Asker:
     def unconfirmed(self) -> int:
         """Releases that no source has confirmed yet."""
         return len(self._releases)
+
+    @property
+    def awaited(self) -> int:
+        """Those of them whose sources may still be there."""
+        now = self._clock()
+        return sum(now - self._absent_since.get(key, now) < ABSENT_S for key in self._releases)
 
     async def ask(
         self,
@@ -143,23 +158,43 @@ class Asker:
         `found` is what there is to say of its pages: a word in band says only the first, so the bus says both.
         """
         if key not in self._releases:
-            body = LeaseReleased(key=key, nonce=nonce, found=found)
-            task = asyncio.get_running_loop().create_task(self._release(body, source))
-            self._releases[key] = task
-            task.add_done_callback(lambda _task: self._releases.pop(key, None))
+            self._repeat(OwedRelease(key=key, nonce=nonce, source=_process_of(source)), found)
+
+    def bring(self, owed: Sequence[OwedRelease]) -> None:
+        """Tell what an earlier run of this member could not: its own word, in its own name (P4)."""
+        for one in owed[:RELEASES_MAX]:
+            if one.key not in self._releases:
+                self._repeat(one, None)
+
+    def _repeat(self, owed: OwedRelease, found: PagesFound | None) -> None:
+        key, body = owed.key, LeaseReleased(key=owed.key, nonce=owed.nonce, found=found)
+        self._owed[key] = owed
+        self._releases[key] = task = started(self._release(body, owed.source), name="release")
+        task.add_done_callback(lambda _task: self._forget(key))
+
+    def _forget(self, key: ReaderKey) -> None:
+        for book in (self._releases, self._owed, self._absent_since):
+            book.pop(key, None)
 
     async def flush(self, wait_s: float) -> int:
-        """Wait for outstanding releases, bounded; return how many are still unconfirmed."""
+        """Repeat outstanding releases at once and wait for them, bounded; return how many are still unconfirmed."""
         if self._releases:
+            self._again.set()
             await asyncio.wait(list(self._releases.values()), timeout=wait_s)
         return len(self._releases)
 
-    async def close(self) -> None:
-        """Stop repeating."""
+    async def close(self) -> tuple[OwedRelease, ...]:
+        """Stop repeating; return what no source has confirmed, for the next run to bring."""
+        owed = tuple(self._owed.values())
+        for one in owed:
+            whom, transfer = f"{one.source.instance}/{one.source.member}", one.key.transfer
+            text = "%s has not confirmed that access for %s has ended; the next run tells it again"
+            log.warning(text, whom, transfer, extra={"transfer": transfer})
         tasks = list(self._releases.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        return owed
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -202,7 +237,7 @@ class Asker:
             return NotGranted(FailureClass.GRANT_REFUSED, reason)
         return Granted(grant, expected, source)
 
-    async def _release(self, body: LeaseReleased, source: Registered) -> None:
+    async def _release(self, body: LeaseReleased, source: SourceProcess) -> None:
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
         pause_s = self._pause_s
         while True:
@@ -210,32 +245,51 @@ class Asker:
                 data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
                 if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
                     return  # known or not: it holds nothing for this key any more
-                if isinstance(data, NoAnswer) and await self._has_ended(source):
+                if isinstance(data, NoAnswer) and await self._has_ended(source, body.key):
                     return
             except (BusError, PeerError) as error:
                 transfer = body.key.transfer
                 log.info("release of %s not confirmed: %s", transfer, error, extra={"transfer": transfer})
-            await asyncio.sleep(pause_s)
+            await self._pause(pause_s)
             pause_s = min(RELEASE_PAUSE_MAX_S, 2 * pause_s)
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait before a release is repeated; not for long once somebody waits for all of them."""
+        if self._again.is_set():
+            await asyncio.sleep(min(pause_s, self._pause_s))
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._again.wait()
 
     async def _is_gone(self, source: Registered) -> bool:
         try:
-            return await self._has_ended(source)
+            return await self._has_ended(_process_of(source))
         except BusError:
             return False
 
-    async def _has_ended(self, source: Registered) -> bool:
+    async def _has_ended(self, source: SourceProcess, key: ReaderKey | None = None) -> bool:
         """Return True where the process that lent is no more: gone from this host, or started again.
 
         A record that is missing proves nothing: the registry forgets within seconds, and a broker may have restarted.
         """
-        if self._has_died(source.record.process):
+        if self._has_died(source.process):
             return True
-        registered = await lookup(self._bus, source.instance)
-        return any(one.member == source.member and one.epoch != source.epoch for one in registered)
+        epochs = {one.epoch for one in await lookup(self._bus, source.instance) if one.member == source.member}
+        if key is not None and epochs:
+            self._absent_since.pop(key, None)
+        elif key is not None:
+            self._absent_since.setdefault(key, self._clock())
+        return bool(epochs - {source.epoch})
 
     def _encoded(self, body: Body) -> bytes:
         return encode(self._recorder.header(body.KIND), body)
+
+
+def _process_of(source: Registered) -> SourceProcess:
+    return SourceProcess(
+        instance=source.instance, member=source.member, epoch=source.epoch, process=source.record.process
+    )
 
 
 def _has_died(process: ProcessIdentity) -> bool:

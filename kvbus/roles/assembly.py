@@ -11,7 +11,7 @@ from kvbus.dataplane.socket_lending import ServedLending
 from kvbus.dataplane.ucx_plane import UcxPlane
 from kvbus.engines.desk import Hello
 from kvbus.engines.port import EnginePort
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, KvbusError
 from kvbus.events import HeartbeatSeen, InstanceRecord, NamesForgotten
 from kvbus.grants import LenderKey
 from kvbus.ledger.admission import AdmissionGate
@@ -88,6 +88,8 @@ class Parts:
     """The agreement with this instance's other members, where there are any."""
     sharing: Sharing | None = None
     rollback: Rollback | None = None
+    ucx_tls: str = ""
+    """The transports that UCX may take."""
     drain: Drain = field(init=False)
 
     def counters(self) -> Mapping[str, int | float | str]:
@@ -96,7 +98,7 @@ class Parts:
 
 
 def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, hello: Hello) -> Parts:
-    """Build everything that needs the pool. Raises ConfigError where the pool or the data plane cannot be made."""
+    """Build everything that needs the pool; ConfigError or BackendError where the pool or data plane cannot be made."""
     _require_own_rank(settings := base.settings, layout)
     pool = PoolSide.create(
         layout,
@@ -106,14 +108,13 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         epoch=base.epoch,
         digests=DigestMode(settings.digests),
     )
-    moving = open_data_plane(settings, pool, base.wake)
+    moving, key = _data_plane(base, pool), LenderKey.generate()
     lending, access = moving.lending, moving.access
     rounds = _rounds(base, pool, lending, moving.reader)
-    key = LenderKey.generate()
     source = _source(base, pool, access, rounds, lending, key=key, prefiller=Prefiller(port=port, desk=desk))
     council = _council(base, rounds)
     asker, gate, destination = _destination(base, port, pool, rounds, council, moving=moving)
-    desk.follow_forgetting(lambda: _forgotten(base, gate, pool))
+    desk.follow_forgetting(lambda: _forgotten(base, gate, pool), gate.forget_settled)
     intake = Intake(
         bus=base.bus,
         topics=base.topics,
@@ -152,9 +153,19 @@ def assemble(base: Base, port: EnginePort, desk: PoolDesk, layout: PageLayout, h
         council=council,
         sharing=_sharing(base, council, destination) if council is not None else None,
         rollback=_rollback(base, portrait),
+        ucx_tls=moving.ucx_tls,
     )
     parts.drain = Drain(base.bus, base.topics, base.recorder, (settings.instance, settings.member), parts)
     return parts
+
+
+def _data_plane(base: Base, pool: PoolSide) -> DataPlane:
+    """Start what moves bytes; where it cannot start, the pool is given back at once, for the next try makes its own."""
+    try:
+        return open_data_plane(base.settings, pool, base.wake)
+    except KvbusError:
+        pool.memory.close()
+        raise
 
 
 def _forgotten(base: Base, gate: AdmissionGate, pool: PoolSide) -> None:

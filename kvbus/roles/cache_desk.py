@@ -103,7 +103,7 @@ class CacheDesk:
         pin = known or _Pin(self._pool.lender.pin_set(for_peer=True), self._clock())
         pin.pins.add(pages)
         self._pins[name] = pin
-        return CacheChanged(blocks=len(pages))
+        return CacheChanged(blocks=len(pages), pin_is_new=known is None)
 
     def _unpin(self, name: str) -> CacheChanged:
         pin = self._pins.pop(name, None)

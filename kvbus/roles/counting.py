@@ -132,9 +132,14 @@ def page_counters(pages: PageStatistics) -> Counters:
     }
 
 
-def way_counters(ways: ChoosingStatistics) -> Counters:
-    """Return by which transports orders went, which came to nothing, and which lanes UCX found to how many peers."""
+def way_counters(ways: ChoosingStatistics, *, ucx_tls: str = "") -> Counters:
+    """Return by which transports orders went, which came to nothing, and which lanes UCX found to how many peers.
+
+    `ucx_tls`: what UCX may take, in its own words; nothing is told of it where there is no UCX.
+    """
     counters: Counters = {"ways_passed_on": ways.passed_on}
+    if ucx_tls:
+        counters["ways_ucx_tls"] = ucx_tls
     counters |= {f"ways_open_{transport}": 1 for transport in ways.opened}
     counters |= {f"ways_failed_{transport}": why for transport, why in ways.failed.items()}
     counters |= {f"ways_by_{transport}": orders for transport, orders in ways.taken.items()}

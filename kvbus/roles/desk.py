@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvbus.engines.desk import Allocated, Hello, Matched, Refusal, Welcome, Where
-from kvbus.errors import ConfigError, PeerError
+from kvbus.errors import BackendError, ConfigError, PeerError
 from kvbus.ledger.facts import Fact
 from kvbus.ledger.types import Direction, SubmitMode
 from kvbus.pool.layout import PageLayout
@@ -72,6 +72,7 @@ class PoolDesk:
         self._counters = counters
         self._pool: PoolSide | None = None
         self._on_forget: Callable[[], None] | None = None
+        self._on_evict: Callable[[], None] | None = None
         self._handles: dict[int, _Handle] = {}
         self._writes: dict[int, _Write] = {}
         self._next_id = 1
@@ -84,7 +85,7 @@ class PoolDesk:
             layout = PageLayout.from_plain(hello.layout)
             if self._pool is None:
                 self._pool = self._attach(layout, hello)
-        except ConfigError as error:
+        except (ConfigError, BackendError) as error:
             return Refusal(str(error))
         pool = self._pool
         if layout.fingerprint() != pool.layout.fingerprint():
@@ -183,9 +184,9 @@ class PoolDesk:
             self._on_forget()
         return pool.lender.forget_names()
 
-    def follow_forgetting(self, on_forget: Callable[[], None]) -> None:
-        """Have the one who remembers what was brought here hear of it when all names are forgotten."""
-        self._on_forget = on_forget
+    def follow_forgetting(self, on_forget: Callable[[], None], on_evict: Callable[[], None]) -> None:
+        """Have the one who remembers what was brought here hear of it when all names are forgotten, or some are."""
+        self._on_forget, self._on_evict = on_forget, on_evict
 
     def hand_over(self, handle: int) -> None:
         """The handle is the worker's from now on."""
@@ -218,9 +219,12 @@ class PoolDesk:
         return len(pool.lender.pages_held(pool.names(ids, salt)))
 
     def evict(self, ids: tuple[int, ...], salt: str) -> int:
-        """Forget the prompt's blocks that nobody holds."""
+        """Forget the prompt's blocks that nobody holds; what brought them may run again."""
         pool = self._ready()
-        return pool.lender.evict(pool.names(ids, salt))
+        evicted = pool.lender.evict(pool.names(ids, salt))
+        if evicted and self._on_evict is not None:
+            self._on_evict()
+        return evicted
 
     def where(self, ids: tuple[int, ...], salt: str) -> Where | Refusal:
         """Say where the held prefix lies in this process, for tools that look at memory."""

@@ -4,9 +4,9 @@ A request comes from the durable queue or by request-reply; both meet the same g
 this file starts them, lets the ledger's facts and the time reach them, and forgets them when they are over.
 """
 
-import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from kvbus.errors import BusError
 from kvbus.events import PlanAnswered, TransferRequested, TransferStep, TransferVerdict
@@ -20,6 +20,7 @@ from kvbus.roles.past import Past
 from kvbus.roles.registry import Registered, Sources
 from kvbus.roles.results import SETTLED, Results, outcome_of
 from kvbus.roles.running import Agreed, ReaderSide, Running
+from kvbus.roles.tasks import Tasks
 from kvbus.roles.tokens import Content, Tokenizer, content_of
 from kvbus.transport import Bus
 
@@ -53,7 +54,7 @@ class Destination:
         self._by_hash: dict[str, str] = {}
         self._admitting: dict[str, Admitting] = {}
         self._cancels = QueuedCancels()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._source_epochs: dict[str, int] = {}
         self._sharing: dict[str, Running] = {}
         self._number, self._faulted = 0, False
@@ -122,9 +123,7 @@ class Destination:
 
     async def close(self) -> None:
         """End the tasks that serve transfers."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.results.close()
 
     # -------------------------------------------------------------------------------------------------------- facts
@@ -240,9 +239,8 @@ class Destination:
             running.failed(FailureClass.EXHAUSTED, source)
             self._forget_if_finished(running)
             return
-        task = asyncio.get_running_loop().create_task(self._resolve(running, source))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        on_fault = partial(running.failed, FailureClass.CONTRADICTION)
+        self._tasks.start(self._resolve(running, source), name="resolving", on_fault=on_fault)
 
     # ---------------------------------------------------------------------------------------------------- resolving
 

@@ -152,7 +152,7 @@ class Drain:
         return bool(
             self._destination.running
             or self._intake.in_hand
-            or self._asker.unconfirmed
+            or self._asker.awaited
             or self._holder.statistics().held
             or self._source.computing  # it would lend what it pins
         )

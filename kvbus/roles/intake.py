@@ -38,6 +38,7 @@ from kvbus.roles.offer_book import OfferBook
 from kvbus.roles.portrait import Portrait
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.source import Source
+from kvbus.roles.tasks import Tasks
 from kvbus.topics import Command, Query, Topics, escape
 from kvbus.transport import Bus, Delivery, Subscription, Work
 
@@ -102,7 +103,7 @@ class Intake:
         self._leads = leads
         self._subscriptions: list[Subscription] = []
         self._requests: list[Subscription] = []
-        self._works: set[asyncio.Task[None]] = set()
+        self._works = Tasks()
         self._offers = OfferBook()
         self._takes = asyncio.Event()
         self._takes.set()
@@ -156,9 +157,7 @@ class Intake:
 
     async def flush(self, wait_s: float) -> int:
         """Wait until what was in hand is off the queue or given back, bounded; return how many are not."""
-        if self._works:
-            await asyncio.wait(self._works, timeout=wait_s)
-        return len(self._works)
+        return await self._works.wait(wait_s)
 
     async def _until_leading(self, leads: Leads) -> None:
         """Leave requests to whichever member leads; where this one does, answer them (BusError: not yet)."""
@@ -191,17 +190,13 @@ class Intake:
                 continue
             worked_at = loop.time() if works else worked_at
             for work in works:
-                task = loop.create_task(self._work(Claim(work, loop.time, asked_at)))
-                self._works.add(task)
-                task.add_done_callback(self._works.discard)
+                self._works.start(self._work(Claim(work, loop.time, asked_at)), name="request")
 
     async def close(self) -> None:
         """Stop hearing; requests that are being served go back to the queue by themselves."""
         for subscription in (*self._subscriptions, *self._requests):
             await subscription.close()
-        for task in self._works:
-            task.cancel()
-        await asyncio.gather(*self._works, return_exceptions=True)
+        await self._works.close()
 
     # ------------------------------------------------------------------------------------------------- durable path
 

@@ -7,7 +7,17 @@ second. No line holds a prompt or a token id; neither do the events that it is m
 import logging
 
 from kvbus.events import TransferOutcome, TransferStep
-from kvbus.ledger.facts import EVIDENCE_BITS, Fact, GrantedRow, LeaseFacts, OutcomeRow, fact_names
+from kvbus.ledger.facts import (
+    EVIDENCE_BITS,
+    Fact,
+    FactDetail,
+    FailureClass,
+    GrantedRow,
+    LeaseFacts,
+    OutcomeRow,
+    fact_names,
+)
+from kvbus.ledger.holder import STOPPING
 from kvbus.parts import Body
 
 log = logging.getLogger(__name__)
@@ -45,3 +55,20 @@ def note_facts(facts: LeaseFacts) -> None:
         if bits & Fact.RETURNED:
             evidence = ", ".join(name.removeprefix("evidence_") for name in fact_names(bits & EVIDENCE_BITS))
             log.debug("lease went back%s", f" by {evidence}" if evidence else "", extra={"ticket": ticket})
+
+
+class TroubleLog:
+    """Logs what stopped a binding or a lender: facts say it too, but a person looks here first."""
+
+    def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
+        """Lines are for the facts stream."""
+
+    def on_outcome(self, row: OutcomeRow) -> None:
+        """Outcomes are for the facts stream."""
+
+    def on_detail(self, detail: FactDetail) -> None:
+        """Log what concerns no single lease, and contradictions."""
+        if detail.ticket == 0 or detail.failure is FailureClass.CONTRADICTION:
+            level = logging.INFO if detail.text.endswith(STOPPING) else logging.WARNING
+            about = {"ticket": detail.ticket}
+            log.log(level, "%s: %s %s", detail.failure.name.lower(), detail.text, detail.peer, extra=about)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
-from kvbus.events import BATCH_EVENTS_MAX, EVENT_LENGTH_MAX_BYTES, FactsSeen
+from kvbus.events import BATCH_EVENTS_MAX, EVENT_LENGTH_MAX_BYTES, FactsSeen, TransferStep
 from kvbus.roles.collapsing import newest_lines
 
 BATCH_LENGTH_MAX_BYTES = EVENT_LENGTH_MAX_BYTES // 2
@@ -57,6 +57,11 @@ class Lane:
         if len(batch) < 2:
             return self.queue[0] if batch else None
         return Outgoing(self._pack(batch, sequence), sequence)
+
+    @property
+    def leaves_steps(self) -> bool:
+        """Whether what is leaving tells steps of transfers, which will be followed by more."""
+        return any(event.kind == TransferStep.KIND for event in islice(self.queue, self.leaving))
 
     def end(self) -> int:
         """Forget what was leaving, now that it has left; return its length."""

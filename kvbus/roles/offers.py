@@ -36,6 +36,8 @@ class PoolAccess:
     """Whether UCX listens on loopback only: elsewhere its address would lead a reader to its own host."""
     ucx_works: Callable[[], bool] = lambda: True
     """Whether UCX's thread answers readers now: a plane that has failed is offered to nobody any more."""
+    socket_works: Callable[[], bool] = lambda: True
+    """The same of the page server's thread."""
 
     def names(self) -> tuple[str, ...]:
         """Name them, in the order of preference."""
@@ -43,7 +45,7 @@ class PoolAccess:
 
     def offer(self, asked: LendRequested) -> "Offer":
         """Return what this reader is offered; a socket comes with a secret of this lease alone."""
-        place = self.socket if "socket" in asked.transports else None
+        place = self.socket if "socket" in asked.transports and self.socket_works() else None
         memory = self.memory if "memory" in asked.transports else None
         ucx = self.ucx if "ucx" in asked.transports and self.ucx_works() else None
         if place is not None and _on_loopback(place) and not same_loopback(asked.process, asked.network):

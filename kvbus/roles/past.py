@@ -2,12 +2,17 @@
 
 A member that dies between a transfer's end and the word that takes its request off the queue leaves a request that is
 offered again. Its outcome stands in the facts under the request's own id, and so it is told again, not run (P22).
+
+A broker may come back without its store, or with an older one. So the message that was read last is looked at again
+each time: where it is not there any more, the log is read anew.
 """
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvbus.errors import PeerError
 from kvbus.events import TransferOutcome, TransferStep, decode, decode_all
@@ -33,7 +38,7 @@ class Past:
         self._bus = bus
         self._subject = topics.facts(instance)
         self._wall_s = wall_s
-        self._sequence: int | None = None
+        self._place: _Place | None = None
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
         self._handed_back: OrderedDict[str, int] = OrderedDict()
         self._left: dict[str, OrderedDict[str, int]] = {step: OrderedDict() for step in (HANDED_BACK, LEFT)}
@@ -62,16 +67,34 @@ class Past:
 
     async def _catch_up(self) -> None:
         async with self._reading:
-            if self._sequence is None:
-                self._sequence = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
-            await self._read_on(self._sequence)
+            place = self._place
+            if place is not None and not await self._is_there(place):
+                log.warning("%s has lost what was read last, or is another log: it is read anew", self._subject)
+                place = None
+            if place is None:
+                self._uncount()
+                place = self._place = await self._begin(self._wall_s() - QUEUED_MAX_S - SKEW_S)
+            await self._read_on(place)
 
-    async def _read_on(self, sequence: int) -> None:
+    async def _is_there(self, place: "_Place") -> bool:
+        """Whether the message that was read last is where it was; True also where none has been read."""
+        if not place.sequence:
+            return True
+        found = await self._one_after(place.sequence - 1)
+        return found is not None and _Place.of(found) == place
+
+    def _uncount(self) -> None:
+        """Count from nothing; how a request ended stays true, whatever the log holds now."""
+        self._handed_back.clear()
+        for counts in self._left.values():
+            counts.clear()
+
+    async def _read_on(self, place: "_Place") -> None:
         while True:
-            deliveries = await self._bus.history(self._subject, after_sequence=sequence, most=PAGE)
+            deliveries = await self._bus.history(self._subject, after_sequence=place.sequence, most=PAGE)
             for delivery in deliveries:
                 self._note(delivery)
-                self._sequence = sequence = delivery.sequence
+                self._place = place = _Place.of(delivery)
             if len(deliveries) < PAGE:
                 return
 
@@ -88,27 +111,39 @@ class Past:
                 if event.body.step == HANDED_BACK:
                     _count(self._handed_back, event.header.c)
 
-    async def _begin(self, since_s: float) -> int:
-        """Return a sequence behind which everything of that time on stands: sought by halves, for facts are many."""
+    async def _begin(self, since_s: float) -> "_Place":
+        """Return a place behind which everything of that time on stands: sought by halves, for facts are many."""
         first = await self._one_after(0)
         if first is None or _told_at(first) >= since_s:
-            return 0
-        low, step = first.sequence, 1
-        while (found := await self._one_after(low + step)) is not None and _told_at(found) < since_s:
-            low, step = found.sequence, 2 * step
-        high = low + step
-        while high - low > PAGE:
-            middle = (low + high) // 2
+            return _Place(0, b"")
+        low, step = first, 1
+        while (found := await self._one_after(low.sequence + step)) is not None and _told_at(found) < since_s:
+            low, step = found, 2 * step
+        high = low.sequence + step
+        while high - low.sequence > PAGE:
+            middle = (low.sequence + high) // 2
             found = await self._one_after(middle)
             if found is not None and _told_at(found) < since_s:
-                low = found.sequence
+                low = found
             else:
                 high = middle
-        return low
+        return _Place.of(low)
 
     async def _one_after(self, sequence: int) -> Delivery | None:
         found = await self._bus.history(self._subject, after_sequence=sequence, most=1)
         return found[0] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How far a log was read: behind which message, and which one that was, whether it can be read or not."""
+
+    sequence: int
+    content: bytes
+
+    @classmethod
+    def of(cls, delivery: Delivery) -> "_Place":
+        return cls(delivery.sequence, hashlib.blake2b(delivery.data, digest_size=16).digest())
 
 
 def _count(counts: OrderedDict[str, int], key: str) -> None:

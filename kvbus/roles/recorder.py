@@ -1,12 +1,12 @@
 """The recorder: facts, decisions and steps of one member, in order, into the streams; nothing waits for it.
 
 There is a lane for each of the two streams. In each one message is under way at a time, and is repeated under the same
-id until the broker has it, so that order holds and a repeat is stored once. What has gathered meanwhile leaves together,
-as one batch: a round trip then carries what a busy second brings.
+id until the broker has it, so that order holds and a repeat is stored once. What has gathered meanwhile leaves
+together, as one batch: a round trip then carries what a busy second brings.
 
 Facts wait for the decisions that were recorded before them: whoever reads that a lease went back finds in the log why
-it might. A decision waits for no fact. It stands on what its member knows, not on what the broker has, just as that of a
-coordinator does; and where it had to wait, each transfer would wait for four acks, one after the other.
+it might. A decision waits for no fact: it stands on what its member knows, not on what the broker has, as that of a
+coordinator does. Had it to wait, each transfer would wait for four acks, one after the other.
 
 While the broker is away the lanes grow to their bound; new transfers are refused long before that, and no page ever
 waits for, or is freed by, what happens here.
@@ -40,6 +40,8 @@ OUTBOX_BUSY_BYTES = 16 << 20
 HEADERS_BYTES = 1 << 10
 """What the message id adds; the broker counts headers toward its limit."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
+REST_S = 0.002
+"""After steps of transfers: as a rule their next ones follow within a millisecond or two, and leave together then."""
 
 NOWHERE: tuple[int, bytes] = (0, b"")
 """The place of a member's newest facts in their stream, and what stands there, before anything is stored."""
@@ -162,9 +164,8 @@ class Recorder:
         try:
             await asyncio.gather(*lanes)
         finally:
-            for lane in lanes:
+            for lane in lanes:  # where one of them has raised; a cancel has reached both
                 lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
 
     async def flush(self, wait_s: float) -> bool:
         """Wait until everything is stored; False where that takes longer than the wait."""
@@ -190,9 +191,12 @@ class Recorder:
             await self._filled[lane].wait()
             self._filled[lane].clear()
             while (outgoing := lane.begin(self._first_undecided() if lane is self._facts else None)) is not None:
+                rest_s = REST_S if lane.leaves_steps else 0.0
                 await self._store(lane, outgoing)
                 self._queued_bytes -= lane.end()
                 self._tell_of_end(lane)
+                if rest_s:
+                    await asyncio.sleep(rest_s)
 
     def _first_undecided(self) -> int | None:
         """Return the number of the oldest decision that is not stored; None where all are."""

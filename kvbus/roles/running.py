@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvbus.dataplane.choosing import Found, Way
@@ -36,6 +37,7 @@ from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered
 from kvbus.roles.rounds import Rounds
+from kvbus.roles.tasks import started
 from kvbus.roles.tokens import Content
 
 log = logging.getLogger(__name__)
@@ -253,7 +255,8 @@ class Running:
             self.act(actions)
 
     def _ask(self) -> None:
-        self._ask_task = asyncio.get_running_loop().create_task(self._ask_source())
+        on_fault = partial(self.failed, FailureClass.CONTRADICTION)
+        self._ask_task = started(self._ask_source(), name="asking", on_fault=on_fault)
 
     async def _ask_source(self) -> None:
         side, request = self.side, self.request

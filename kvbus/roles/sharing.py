@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvbus.errors import BusError, PeerError
 from kvbus.events import PlanAnswered, PlanAsked, decode, encode
@@ -15,6 +16,7 @@ from kvbus.roles.council import InstanceCouncil
 from kvbus.roles.destination import Destination
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.running import Agreed
+from kvbus.roles.tasks import started
 from kvbus.topics import Command, Topics
 from kvbus.transport import Bus, NoAnswer
 
@@ -42,7 +44,8 @@ class Sharing:
 
     def begin_share(self, share: Share, coordinator: str) -> None:
         """See `Carrier`."""
-        task = asyncio.get_running_loop().create_task(self._bring(share.transfer, coordinator), name="share")
+        on_fault = partial(self.council.refuse, share.transfer)
+        task = started(self._bring(share.transfer, coordinator), name="share", on_fault=on_fault)
         self._tasks[share.transfer] = task
         task.add_done_callback(lambda _task: self._tasks.pop(share.transfer, None))
 

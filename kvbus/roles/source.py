@@ -4,11 +4,11 @@ Everything between the look-up and the grant is one synchronous step on the loop
 which generation, marked as accessed, signed (P9, contract 42). A repeat of a question gets the same answer (P18).
 """
 
-import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvbus.dataplane.lending import LendingBackend, Reader
 from kvbus.errors import KvbusError, PeerError
@@ -18,24 +18,24 @@ from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
 from kvbus.ledger.types import Direction, LeaseView, SubmitMode
 from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
-from kvbus.parts import Body, ProcessIdentity
-from kvbus.processes import ProcessWatch, same_host
+from kvbus.parts import Body
+from kvbus.processes import ProcessWatch
 from kvbus.roles.digesting import Digester
 from kvbus.roles.doubts import Doubts
 from kvbus.roles.offers import LenderName, Offer, PoolAccess, key_of, looks
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.questions import WaitingQuestions
+from kvbus.roles.readers import KnownReaders
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
+from kvbus.roles.tasks import Tasks
 from kvbus.roles.tokens import names_answered
 
 __all__ = ["LEND_MODE", "Fenced", "LenderName", "PoolAccess", "Source", "key_of"]
 
 LEND_MODE = SubmitMode("lending", Direction.READ)
 
-READERS_KNOWN_MAX = 4_096
-"""Reader processes remembered; as many as leases can be lent at once."""
 TEXT_LENGTH_MAX = 2_000
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,12 @@ class Source:
         self._book = book
         self._prefiller = prefiller
         self._recorder = recorder
-        self._watch = watch
         self._clock = clock
         self._questions = WaitingQuestions()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._readers: dict[tuple[str, str, int], ProcessIdentity] = {}
+        self._tasks = Tasks()
+        self._readers = KnownReaders(
+            watch, is_served=lambda who: bool(book.keys_of(*who)), on_death=lambda who: self.reader_died(*who)
+        )
         self._draining = False
 
     # ------------------------------------------------------------------------------------------------------ answers
@@ -130,7 +131,7 @@ class Source:
 
     def reader_died(self, instance: str, member: str, epoch: int) -> None:
         """A reader's process is proved dead: nothing of it reads any more."""
-        self._readers.pop((instance, member, epoch), None)
+        self._readers.forget((instance, member, epoch))
         for key in self._book.keys_of(instance, member, epoch):
             if entry := self._book.find(key):
                 if entry.state is LendState.FENCED:
@@ -181,9 +182,7 @@ class Source:
 
     async def close(self) -> None:
         """End what still computes; bounded by the cancellation itself."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._digester.close()
 
     # -------------------------------------------------------------------------------------------------------- steps
@@ -202,6 +201,9 @@ class Source:
                 self._decide(asked, entry)
             except ValueError as error:  # names or positions that no prompt has; nothing was lent
                 entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
+            except Exception:  # a fault of ours, told as such; nothing was lent, and the key is free again
+                self._book.forget(key)
+                raise
         elif not hmac.compare_digest(entry.nonce, asked.nonce):
             # The grant carries the nonce by which its reader ends the lease: it is for nobody else's eyes.
             return _refused(FailureClass.GRANT_REFUSED, "this key is in use, under another nonce")
@@ -214,7 +216,8 @@ class Source:
         if entry.state is LendState.GRANTED:
             return LendAnswered(status="granted", grant=entry.grant, signature=entry.signature)
         if entry.refusal is not None:
-            self._book.forget(key)
+            if self._book.find(key) is entry:  # another question may have it by now, whose entry is its own
+                self._book.forget(key)
             return LendAnswered(status="refused", failure=entry.refusal[0], reason=entry.refusal[1][:TEXT_LENGTH_MAX])
         if entry.state is LendState.FENCED:
             return _refused(FailureClass.PEER_LOST, f"{self._name.instance} has fenced this reader")
@@ -238,28 +241,8 @@ class Source:
         self._book.sweep(self._clock())
         if self._book.is_full():
             return _refused(FailureClass.LEASE_REFUSED, f"{len(self._book)} readers are being served; try again later")
-        return self._reader_refusal(asked)
-
-    def _reader_refusal(self, asked: LendRequested) -> LendAnswered | None:
-        """Fix which process a reader is, and watch it if it is on this host, before anything is lent to it (P4, P6).
-
-        A reader of another host ends its leases by its own word only.
-        """
-        who = (asked.key.instance, asked.key.member, asked.key.epoch)
-        known = self._readers.get(who)
-        if known is not None:
-            if known == asked.process:
-                return None
-            return _refused(FailureClass.GRANT_REFUSED, "this epoch of yours was another process before")
-        if len(self._readers) >= READERS_KNOWN_MAX:
-            idle = [one for one in self._readers if not self._book.keys_of(*one)]
-            for one in idle:
-                del self._readers[one]
-        if same_host(asked.process) and not self._watch.watch(asked.process, lambda: self.reader_died(*who)):
-            text = "your process is not on this host any more, or too many are watched"
-            return _refused(FailureClass.PEER_LOST, text)
-        self._readers[who] = asked.process
-        return None
+        unknown = self._readers.refusal(asked)
+        return None if unknown is None else _refused(*unknown)
 
     def _decide(self, asked: LendRequested, entry: LendEntry) -> None:
         """Lend at once where that is possible; otherwise say why not, or start to compute."""
@@ -286,7 +269,9 @@ class Source:
             return
         pins = self._pool.lender.pin_set(for_peer=False)  # the lease that follows is counted, and may be refused
         pins.pin(names)
-        self._start(self._digest(asked, entry, pins.pages)).add_done_callback(lambda _task: pins.drop())
+        on_fault = partial(self._faulted, asked, entry)
+        task = self._tasks.start(self._digest(asked, entry, pins.pages), name="digesting", on_fault=on_fault)
+        task.add_done_callback(lambda _task: pins.drop())
 
     def _held(self, asked: LendRequested) -> list[int]:
         return self._pool.lender.pages_held(names_from_bytes(asked.names))
@@ -328,9 +313,9 @@ class Source:
             return
         try:
             data, signature = self._key.seal(self._grant(asked, ticket, view, offer))
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the grant never left
             entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), str(error))
-            self._lending.withdraw(ticket)  # the grant never left
+            self._lending.withdraw(ticket)
             self._rounds.run()
             return
         self._book.grant(key_of(asked.key), ticket=ticket, grant=data, signature=signature, lease_id=lease.lease_id)
@@ -364,13 +349,13 @@ class Source:
         if failure is not None:
             entry.refusal = (failure.failure.name.lower(), f"{self._name.instance}: {failure.text}")
             return
-        self._start(self._prefill(asked, entry))
+        self._tasks.start(self._prefill(asked, entry), name="prefill", on_fault=partial(self._faulted, asked, entry))
 
-    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _faulted(self, asked: LendRequested, entry: LendEntry, text: str) -> None:
+        """Something broke before anything was lent: a refusal, so that whoever asks hears of it and the key goes."""
+        if entry.state is LendState.COMPUTING:
+            entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), f"{self._name.instance}: {text}")
+        self._questions.wake(key_of(asked.key))
 
     async def _prefill(self, asked: LendRequested, entry: LendEntry) -> None:
         key = key_of(asked.key)

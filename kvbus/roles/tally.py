@@ -40,6 +40,7 @@ class Counting(Protocol):
     intake: Intake
     council: InstanceCouncil | None
     rollback: Rollback | None
+    ucx_tls: str
 
 
 def member_counters(parts: Counting, recorder: Recorder, bus: Bus) -> Counters:
@@ -56,7 +57,7 @@ def member_counters(parts: Counting, recorder: Recorder, bus: Bus) -> Counters:
     }
     counters |= holder_counters(holder.statistics(), lenders=(parts.pool.lender.name,), now=now)
     counters |= page_counters(parts.pool.allocator.statistics()) | digest_counters(parts.pool.memory.digests)
-    counters |= way_counters(parts.reader.statistics())
+    counters |= way_counters(parts.reader.statistics(), ucx_tls=parts.ucx_tls)
     counters |= holding_counters(holding_of(parts.rounds, parts.pool), holder.blocking(), now=now)
     counters |= parts.destination.results.totals.counters() | admission_counters(parts.gate.statistics())
     counters |= bus_counters(recorder, bus.health())

@@ -6,6 +6,7 @@ at the start, and left out. A transport that was named is the only one, and its 
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvbus.config import WorkerSettings, ucx_library
@@ -15,6 +16,7 @@ from kvbus.dataplane.planner import Planner, costs_of
 from kvbus.dataplane.socket_lending import ServedLending
 from kvbus.dataplane.socket_reader import SocketReader, SocketReaderSettings
 from kvbus.dataplane.socket_server import SocketPlace, SocketServer
+from kvbus.dataplane.ucp_context import DEFAULT_SETTINGS
 from kvbus.dataplane.ucx import UcxReader, UcxReaderSettings
 from kvbus.dataplane.ucx_plane import UcxPlane
 from kvbus.dataplane.ucxpy import UcxPyReader
@@ -32,20 +34,47 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """The parts that move bytes, started; `transports` names how this member can read."""
+    """The parts that move bytes, started; `transports` names how this member can read.
+
+    `ucx_tls`: the transports that UCX may take here, in its own words; empty where there is no UCX.
+    """
 
     reader: ChoosingReader
     transports: tuple[str, ...]
     access: PoolAccess
     lending: ServedLending
     plane: UcxPlane | None
+    ucx_tls: str = ""
 
 
 def open_data_plane(settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]) -> DataPlane:
-    """Start the chosen transports over the pool; ConfigError or BackendError where one that was named cannot start."""
+    """Start the chosen transports over the pool; ConfigError or BackendError where one that was named cannot start.
+
+    What has started by then ends again, and the pool is nobody's: a next try begins from nothing.
+    """
     planner = Planner(identity(), costs_of(settings.transport_costs))
+    with ExitStack() as undo:
+        opened = _open(settings, pool, wake, planner, undo)
+        undo.pop_all()
     pool.memory.export()  # from here on it stays mapped: engines, peers and grants know its place
-    chosen, backends, lanes = settings.backend, list[Backend](), dict[str, Lanes]()
+    return opened
+
+
+def _open(
+    settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None], planner: Planner, undo: ExitStack
+) -> DataPlane:
+    """Start what was chosen, UCX last: once it knows a pool, that stays mapped for as long as the process lives."""
+    chosen, lanes = settings.backend, dict[str, Lanes]()
+    server, place = _server(settings, pool, wake) if chosen in {"socket", "auto"} else (None, None)
+    if server is not None:
+        undo.callback(server.close)
+    backends, others = list[Backend](), list[Backend]()  # both in the order of preference
+    if chosen in {"memory", "auto"}:
+        others.append(_memory_reader(settings, pool, wake))
+        undo.callback(others[-1].release_hold)
+    if server is not None:
+        others.append(_socket_reader(settings, pool, wake))
+        undo.callback(others[-1].release_hold)
     plane, ucx_access = _ucx(settings, pool, wake) if chosen in {"ucx", "auto"} else (None, None)
     if plane is not None:
         by_ucx = UcxReader(plane, wake=wake, settings=UcxReaderSettings(rate_limit_bytes_s=_rate(settings)))
@@ -55,11 +84,7 @@ def open_data_plane(settings: WorkerSettings, pool: PoolSide, wake: Callable[[],
     if chosen == "ucx-py":
         by_ucxpy, ucx_access = _ucxpy(settings, pool, wake)
         backends.append(by_ucxpy)
-    if chosen in {"memory", "auto"}:
-        backends.append(_memory_reader(settings, pool, wake))
-    server, place = _server(settings, pool, wake) if chosen in {"socket", "auto"} else (None, None)
-    if server is not None:
-        backends.append(_socket_reader(settings, pool, wake))
+    backends += others
     # Whoever chose the socket alone wants its pages reached by nothing else.
     memory = None if chosen == "socket" else MemoryAccess(process=identity(), fd=pool.memory.fd)
     return DataPlane(
@@ -71,33 +96,42 @@ def open_data_plane(settings: WorkerSettings, pool: PoolSide, wake: Callable[[],
             socket=place,
             ucx_is_local=settings.network_devices == LOOPBACK,
             ucx_works=lambda: not (plane.failure if plane else by_ucxpy.failure if by_ucxpy else ""),
+            socket_works=lambda: server is not None and server.works,
         ),
         lending=ServedLending(wake=wake, server=server),
         plane=plane,
+        ucx_tls=ucx_settings(settings)["TLS"] if ucx_access is not None else "",
     )
+
+
+def ucx_settings(settings: WorkerSettings) -> dict[str, str]:
+    """Return what this worker asks of UCX itself; the environment's UCX variables cannot undo it."""
+    return {"NET_DEVICES": settings.network_devices, "TLS": settings.ucx_tls or DEFAULT_SETTINGS["TLS"]}
 
 
 def _ucx(
     settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]
 ) -> tuple[UcxPlane, UcxAccess] | tuple[None, None]:
-    devices = {"NET_DEVICES": settings.network_devices}
-    plane = UcxPlane(wake=wake, settings=devices, library_path=ucx_library())
+    plane = UcxPlane(wake=wake, settings=ucx_settings(settings), library_path=ucx_library())
     try:
         plane.start()
         return plane, plane.register(pool.memory, pool.layout.rank)
     except (ConfigError, BackendError) as error:
+        plane.close()
         if settings.backend != "auto":
             raise
         log.warning("UCX cannot be used here, pages go over memory and sockets: %s", error)
-        plane.close()
         return None, None
 
 
 def _ucxpy(settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]) -> tuple[UcxPyReader, UcxAccess]:
-    devices = {"NET_DEVICES": settings.network_devices}
-    reader = UcxPyReader(wake=wake, settings=devices, rate_limit_bytes_s=_rate(settings))
+    reader = UcxPyReader(wake=wake, settings=ucx_settings(settings), rate_limit_bytes_s=_rate(settings))
     reader.start()
-    return reader, reader.register(pool.memory, pool.layout.rank)
+    try:
+        return reader, reader.register(pool.memory, pool.layout.rank)
+    except BackendError:
+        reader.release_hold()
+        raise
 
 
 def _memory_reader(settings: WorkerSettings, pool: PoolSide, wake: Callable[[], None]) -> MemoryReader:

@@ -275,6 +275,12 @@ class MemoryBus:
         self.broker.assets.stream_of(subject)
         return self.broker.stream_of(subject).last(subject)
 
+    async def log_end(self, subject_filter: str) -> int:
+        """See `kvbus.transport.Bus`."""
+        self._check(subject_filter, b"")
+        self.broker.assets.history_stream(subject_filter)
+        return next(log.head for log in self.broker.logs if matches(log.subject_filter, subject_filter))
+
     async def get(self, bucket: str, key: str) -> Entry | None:
         """See `kvbus.transport.Bus`."""
         check_key(key)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED, WorkLimits
+from kvbus.errors import BusError
 from kvbus.events import Header, TransferRequested, TransferVerdict, encode
 from kvbus.names import request_hash
 from kvbus.parts import Prompt
@@ -25,7 +27,7 @@ from tests.waiting import until
 
 TOPICS = Topics()
 SUBJECT = TOPICS.transfer("b", "0" * 32)
-WORK = WorkLimits(ack_wait_s=1.0)
+WORK, PATIENT = WorkLimits(ack_wait_s=1.0), WorkLimits(ack_wait_s=120.0)
 
 
 @pytest.fixture(params=["nats", "memory"])
@@ -54,6 +56,19 @@ class Clock:
 async def take(bus: Bus, wait_s: float = 10.0) -> Work:
     (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=wait_s)
     return work
+
+
+async def take_from_a_broker_that_came_back(bus: Bus) -> Work:
+    """It takes connections before it has its consumers."""
+    taken: list[Work] = []
+
+    async def is_taken() -> bool:
+        with contextlib.suppress(BusError):
+            taken.extend(await bus.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=5.0))
+        return bool(taken)
+
+    await until(is_taken, what="the request is offered")
+    return taken[0]
 
 
 async def is_queued(bus: Bus) -> bool:
@@ -130,15 +145,15 @@ async def test_a_sign_of_life_that_the_broker_does_not_confirm_lengthens_nothing
     assert await is_queued(bus)
     # The broker was killed, so it may have forgotten that it offered the request before: which attempt this is says
     # nothing, but it is offered.
-    await (await take(bus)).finish()
+    await (await take_from_a_broker_that_came_back(bus)).finish()
     assert not await is_queued(bus)
     await bus.close()
 
 
 @pytest.fixture
 async def patient(broker: EmbeddedBroker) -> AsyncIterator[NatsBus]:
-    """A bus whose queue waits ten seconds before it offers a request again by itself."""
-    made = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED)
+    """A bus whose queue waits two minutes before it offers a request again by itself."""
+    made = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=EMBEDDED, work=PATIENT)
     await made.ensure_assets()
     yield made
     await made.close()
@@ -147,7 +162,7 @@ async def patient(broker: EmbeddedBroker) -> AsyncIterator[NatsBus]:
 async def test_a_request_that_is_given_back_is_offered_again_long_before_its_time(patient: NatsBus) -> None:
     claim, _ = await claimed(patient)
     await claim.give_back()
-    assert (await take(patient, wait_s=5)).attempt == 2
+    assert (await take(patient, wait_s=60)).attempt == 2
 
 
 class Leading:
@@ -156,6 +171,15 @@ class Leading:
     def __init__(self) -> None:
         self.leading = asyncio.Event()
         self.leading.set()
+
+
+async def waits_at_the_queue(bus: NatsBus) -> bool:
+    """Whether somebody waits for what the queue of b offers."""
+    try:
+        told = json.loads(await bus.ask("$JS.API.CONSUMER.INFO.KVB_TRANSFER.dst-b", b"", wait_s=5))
+    except BusError:
+        return False
+    return bool(told.get("num_waiting"))
 
 
 # P20
@@ -169,11 +193,11 @@ async def test_a_member_that_lost_its_lead_gives_back_what_it_took_and_says_noth
     )  # fmt: skip
     await intake._until_leading(leads)
     taking = asyncio.create_task(intake.consume())
-    await asyncio.wait({taking}, timeout=0.2)  # it waits for the queue
+    await until(lambda: waits_at_the_queue(patient), what="it waits for the queue")
     leads.leading.clear()
     assert isinstance(await patient.store(SUBJECT, b"x", message_id="x"), Stored)
 
-    again = await take(patient, wait_s=8)  # as whoever leads now does; the first one stands back
+    again = await take(patient, wait_s=60)  # as whoever leads now does; the first one stands back
 
     assert again.attempt == 2
     assert intake.statistics.requests == 0
@@ -262,7 +286,7 @@ async def test_a_request_goes_back_to_the_queue_only_once_its_transfer_has_ended
     answer = await other.request(TOPICS.command("b", Command.TRANSFER), data, wait_s=1)
     assert answer == NoAnswer("nobody_listens")  # so a repeat is not refused what will be run
     stopping.over.set()
-    (again,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=5)
+    (again,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="dst-b", most=1, wait_s=30)
     # The wait for work that was under way when it began to rest may have been offered it once more, and left it.
     assert again.attempt in {2, 3}
     assert stopping.runs == 1

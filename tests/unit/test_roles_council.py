@@ -144,8 +144,8 @@ class House:
     def kinds(self) -> list[str]:
         """What stands in the log, in its order."""
         seat = next(iter(self.seats.values()))
-        decisions = (seat.council._log._decision_in(one) for one in self.broker.logs[1].select(SUBJECT, 0))
-        return [f"{one.kind} {one.term}" for one in decisions if one is not None]
+        log = self.broker.logs[1].select(SUBJECT, 0)
+        return [f"{one.kind} {one.term}" for message in log for one in seat.council._log._decisions_in(message)]
 
 
 async def led() -> tuple[House, Seat, Seat]:

@@ -3,12 +3,13 @@
 import pytest
 
 from kvbus.engines.desk import Allocated, Hello, Refusal
-from kvbus.errors import PeerError
+from kvbus.errors import BackendError, ConfigError, KvbusError, PeerError
 from kvbus.ledger.agreement import Agreement, Decision
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.facts import LeaseFacts
 from kvbus.ledger.holder import LeaseHolder
 from kvbus.ledger.types import Containment, Direction
+from kvbus.pool.layout import PageLayout
 from kvbus.processes import identity
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.local import LocalBackend
@@ -114,6 +115,40 @@ def test_an_engine_gets_pages_that_a_fence_binds_for_their_salt_alone(counter: C
     assert set(counter.stores(OTHER_IDS, salt="two")).isdisjoint(pages)
     assert set(counter.stores(OTHER_IDS, salt="one")) == set(pages)
     counter.check()
+
+
+def test_who_remembers_what_was_brought_hears_of_what_is_evicted_and_of_nothing_else(counter: Counter) -> None:
+    # P22
+    heard: list[str] = []
+    counter.desk.follow_forgetting(lambda: heard.append("forgotten"), lambda: heard.append("evicted"))
+    counter.stores(IDS)
+    assert counter.desk.evict(OTHER_IDS, "") == 0
+    assert heard == []
+    assert counter.desk.evict(IDS, "") == LONGEST
+    assert heard == ["evicted"]
+    counter.desk.forget()
+    assert heard == ["evicted", "forgotten"]
+    counter.check()
+
+
+@pytest.mark.parametrize("error", [BackendError("no UCX here"), ConfigError("the port is taken")], ids=repr)
+def test_a_pool_that_cannot_be_made_refuses_its_engine_in_words_each_time(error: KvbusError) -> None:
+    def attach(layout: PageLayout, hello: Hello) -> PoolSide:
+        raise error
+
+    desk = PoolDesk(
+        attach=attach,
+        rounds=lambda: pytest.fail("no round is needed"),
+        reads=LocalBackend(name="engine-read"),
+        writes=LocalBackend(name="engine-write"),
+        clock=lambda: 0.0,
+        counters=dict,
+    )
+    layout: dict[str, object] = dict(TOY.to_plain())
+    for _ in range(2):
+        answer = desk.welcome(Hello("toy", "1", "toy", "ab12", layout, 100, len(IDS), identity()))
+        assert isinstance(answer, Refusal)
+        assert answer.text == str(error)
 
 
 def test_before_there_is_a_pool_nothing_can_be_forgotten() -> None:

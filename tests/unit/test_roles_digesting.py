@@ -52,7 +52,7 @@ class Gate:
 
     def digest_of(self, content: NDArray[np.uint8]) -> int:
         self.began.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         return digest_of(content)
 
 

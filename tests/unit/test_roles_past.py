@@ -74,7 +74,24 @@ async def test_what_is_told_later_is_read_when_it_is_asked_for() -> None:
     await bus.store(SUBJECT, said(batch, NOW_S), message_id="new")
     await bus.store(SUBJECT, b"\xff", message_id="broken")
     assert await past.outcome("r.new") == outcome("t-new")
-    assert bus.messages == before + 2
+    assert bus.messages == before + 3  # and the last one read before, to see that it is the same log
+
+
+# P22
+@pytest.mark.parametrize("grown", [1, LONG, LONG + 10])
+async def test_a_log_that_was_lost_and_grew_again_is_read_from_its_beginning(grown: int) -> None:
+    bus = await long_log()
+    past = Past(bus, TOPICS, "b", lambda: NOW_S)
+    assert await past.outcome("r.mine") is None
+    bus.broker = MemoryBroker()  # it came back without its store
+    for number in range(1, grown):
+        step = TransferStep(transfer="t", request_hash="0" * 32, step=HANDED_BACK, text=f"{number}")
+        await bus.store(SUBJECT, said(step, NOW_S, "r.other"), message_id=f"new {number}")
+    assert await past.outcome("r.mine") is None
+    await bus.store(SUBJECT, said(outcome("t-mine"), NOW_S, "r.mine"), message_id="mine")
+    assert await past.outcome("r.mine") == outcome("t-mine")
+    assert await past.outcome("r.5900") == outcome("t-5900")  # what was known stays true
+    assert past.handed_back("r.other") == grown - 1
 
 
 @pytest.mark.parametrize("facts", [0, 1, 5])

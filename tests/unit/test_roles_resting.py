@@ -1,7 +1,7 @@
 """A member that rests leaves requests to others and to its next run, whoever leads, whatever it is told meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from kvbus.roles.offer_book import OFFERS_MAX
 from kvbus.roles.recorder import Recorder
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Command, Topics
-from kvbus.transport import NoAnswer, Responder, Stored, Subscription
+from kvbus.transport import NoAnswer, Responder, Stored, Subscription, Work
 from kvbus.worker import Worker
 from tests.waiting import until
 
@@ -37,6 +37,11 @@ class SlowBus(MemoryBus):
         super().__init__(broker)
         self.answers = asyncio.Event()
         self.answers.set()
+        self.waits_for_work = False
+
+    async def take_work(self, subject_filter: str, *, consumer: str, most: int, wait_s: float) -> Sequence[Work]:
+        self.waits_for_work = True
+        return await super().take_work(subject_filter, consumer=consumer, most=most, wait_s=wait_s)
 
     async def respond(self, subject: str, responder: Responder) -> Subscription:
         await self.answers.wait()
@@ -118,7 +123,7 @@ async def test_a_resting_member_that_comes_to_lead_answers_cancels_and_takes_no_
 async def test_a_request_that_a_wait_for_work_brings_to_a_resting_member_is_told_to_be_left(member: Resting) -> None:
     member.spawn()
     await until(lambda: bool(member.tasks) and member.hears(TRANSFER) == 1)
-    await asyncio.wait(member.tasks, timeout=0.05)  # it waits for work
+    await until(lambda: member.bus.waits_for_work)
     await member.intake.rest()
     assert isinstance(await member.bus.store(TOPICS.transfer("b", HASH), b"x", message_id="x"), Stored)
 
@@ -154,7 +159,7 @@ def draining(member: Resting, **counts: int) -> tuple[Drain, SimpleNamespace]:
         intake=member.intake,
         destination=SimpleNamespace(closed="", running=nothing["running"]),
         source=SimpleNamespace(computing=nothing["computing"], stop_lending=lambda: None, lend_again=lambda: None),
-        asker=SimpleNamespace(unconfirmed=nothing["unconfirmed"]),
+        asker=SimpleNamespace(unconfirmed=nothing["unconfirmed"], awaited=nothing["unconfirmed"]),
         rounds=SimpleNamespace(holder=holder),
         presence=SimpleNamespace(state="", tell=tell),
     )

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvbus.errors import BusError
-from kvbus.events import Header, HeartbeatSeen, encode
+from kvbus.events import EventsBatch, Header, HeartbeatSeen, encode
 from kvbus.ledger.agreement import Decision, Party
 from kvbus.ledger.shares import Heard, ShareBook
 from kvbus.roles import settle_log
@@ -279,6 +279,30 @@ async def test_a_member_that_starts_begins_behind_the_newest_decision_and_follow
     late.log.told_of(*first.book.place)
     await late.log.catch_up(1.0)
     assert late.applied == ["1.2", "1.3"]
+
+
+# P15
+async def test_decisions_that_left_together_while_the_instance_had_one_member_are_read_one_by_one() -> None:
+    first, second = await two()
+    decisions = [Decision("cancel", "t", 1, n, f"1.{n - 1}", ()) for n in (2, 3, 4)]
+    events = tuple(encode(first.header("cancel"), body_of(decision)) for decision in decisions)
+    header = first.header("batch")
+    batch = encode(header, EventsBatch(events=(*events[:1], b"\x00", *events[1:])))
+    await second.listen()
+    first.bus.broker.store(SUBJECT, batch, header.event_id)
+    await until(lambda: len(second.log._live) == 1)
+    await second.log.catch_up(1.0)
+    assert second.applied == ["1.1", "1.2", "1.3", "1.4"]
+    assert second.log.malformed == 1
+
+    late = Reader(first.bus.broker.connect(), "m1", 12)
+    await late.log.catch_up(0.0)
+    assert late.applied == ["1.4"]
+    assert late.book.coordinator == ("m0", 10)
+    read = Reader(first.bus.broker.connect(), "m1", 13)
+    read.log._began = True
+    await read.log.catch_up(0.0)
+    assert read.applied == ["1.1", "1.2", "1.3", "1.4"]
 
 
 # contract 50

@@ -130,7 +130,7 @@ async def test_a_rollback_is_answered_on_the_stream_with_what_is_held(bus: NatsB
         async def answered() -> bool:
             return await snapshots_in(bus) != []
 
-        await until(answered, 20, what="the state is told anew")
+        await until(answered, what="the state is told anew")
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         (snapshot,) = await snapshots_in(bus)

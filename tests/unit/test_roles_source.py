@@ -23,6 +23,7 @@ from kvbus.names import page_names, token_bytes
 from kvbus.parts import Body
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import ProcessWatch, identity
+from kvbus.roles.offers import key_of as offers_key
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.prefills import Prefiller
 from kvbus.roles.recorder import Recorder
@@ -318,21 +319,9 @@ async def test_memory_under_a_fenced_reader_is_not_let_go(lender: Lender) -> Non
     assert lender.holder.shutdown(0.0).complete
 
 
-class BusyEngine(NoEngine):
-    """A port whose engine computes until a test lets it end."""
-
-    def __init__(self) -> None:
-        self.ends = asyncio.Event()
-
-    async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
-        await self.ends.wait()
-        return await super().prefill(ids, salt, budget_s)
-
-
-async def test_a_question_whose_prompt_is_being_computed_counts_until_the_engine_has_ended(lender: Lender) -> None:
-    busy = BusyEngine()
-    lender.source._prefiller = Prefiller(port=busy, desk=busy)
-    question = LendRequested(
+def to_compute(lender: Lender) -> LendRequested:
+    """A question for a prompt that nobody has computed."""
+    return LendRequested(
         key=key_of("t1"),
         nonce=nonce_of("t1"),
         fingerprint=lender.pool.layout.fingerprint(),
@@ -347,8 +336,59 @@ async def test_a_question_whose_prompt_is_being_computed_counts_until_the_engine
         source_epoch=EPOCH,
         transports=("memory",),
     )
+
+
+class BrokenEngine(NoEngine):
+    """A port with a fault in it."""
+
+    async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
+        raise RuntimeError(f"planted at {len(ids)} tokens of {salt!r} within {budget_s} s")
+
+
+# R21
+async def test_a_fault_while_a_prompt_is_computed_is_a_refusal_and_keeps_no_place(
+    lender: Lender, caplog: pytest.LogCaptureFixture
+) -> None:
+    lender.source._prefiller = Prefiller(port=BrokenEngine(), desk=NoEngine())
+    answer = await lender.said(to_compute(lender))
+    assert isinstance(answer, LendAnswered)
+    assert answer.status == "computing"
+    await until(lambda: lender.source.computing == 0)
+    answer = await lender.said(to_compute(lender))
+    assert isinstance(answer, LendAnswered)
+    assert (answer.status, answer.failure) == ("refused", "lease_refused")
+    assert "planted" in answer.reason
+    assert len(lender.source._book) == 0
+    assert "planted" in caplog.text, "a fault of ours is told, too"
+
+
+# P18
+async def test_who_hears_of_a_refusal_late_takes_nothing_from_the_next_question_under_its_key(lender: Lender) -> None:
+    book, key = lender.source._book, offers_key(key_of("t1"))
+    late = book.open(key, nonce_of("t1"), now=0.0)
+    late.refusal = ("source_misses", "nothing of it is here")
+    assert lender.source._answer(key, late).status == "refused"
+    grant = await lender.grant("t1")
+    assert lender.source._answer(key, late).status == "refused"
+    assert (await lender.grant("t1")).ticket == grant.ticket, "it is the same lease still"
+
+
+class BusyEngine(NoEngine):
+    """A port whose engine computes until a test lets it end."""
+
+    def __init__(self) -> None:
+        self.ends = asyncio.Event()
+
+    async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
+        await self.ends.wait()
+        return await super().prefill(ids, salt, budget_s)
+
+
+async def test_a_question_whose_prompt_is_being_computed_counts_until_the_engine_has_ended(lender: Lender) -> None:
+    busy = BusyEngine()
+    lender.source._prefiller = Prefiller(port=busy, desk=busy)
     assert lender.source.computing == 0
-    answer = await lender.said(question)
+    answer = await lender.said(to_compute(lender))
     assert isinstance(answer, LendAnswered)
     assert (answer.status, lender.source.computing) == ("computing", 1)
     assert lender.holder.statistics().held == 0  # so nothing else keeps its member from leaving

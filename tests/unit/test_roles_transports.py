@@ -1,6 +1,9 @@
 """Which transports a member opens, and what it offers to whom."""
 
+import gc
 import logging
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +66,25 @@ def test_auto_goes_without_ucx_where_it_cannot_be_used(tmp_path: Path, caplog: p
     assert "UCX cannot be used here" in caplog.text
 
 
+def test_what_ucx_may_take_is_the_workers_setting_and_not_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "rc_mlx5")
+    with opened(tmp_path, backend="ucx") as moving:
+        assert moving.ucx_tls == "tcp,cma"
+        assert way_counters(moving.reader.statistics(), ucx_tls=moving.ucx_tls)["ways_ucx_tls"] == "tcp,cma"
+    with opened(tmp_path, backend="ucx", ucx_tls="tcp,sm,self") as moving:
+        assert moving.ucx_tls == "tcp,sm,self"
+    with opened(tmp_path, backend="socket", ucx_tls="rc,tcp") as moving:
+        assert "ways_ucx_tls" not in way_counters(moving.reader.statistics(), ucx_tls=moving.ucx_tls)
+
+
+def test_a_ucx_transport_that_this_host_lacks_ends_the_start_and_says_which(tmp_path: Path) -> None:
+    missing = opened(tmp_path, backend="ucx", ucx_tls="xpmem")
+    with pytest.raises(ConfigError, match=r"TLS.*xpmem|xpmem.*TLS"), missing:
+        pass
+
+
 def test_costs_that_make_no_sense_end_the_start(tmp_path: Path) -> None:
     for costs, word in (({"memory": (-1, 0, 0)}, "transport_costs"), ({"memory": (1,)}, "transport_costs")):
         with pytest.raises(ConfigError, match=word):
@@ -82,6 +104,34 @@ def test_a_transport_that_was_named_is_the_only_one_and_its_absence_an_error(tmp
     missing = opened(tmp_path, backend="ucx", network_devices="nosuchdevice0")
     with pytest.raises(ConfigError, match="nosuchdevice0"), missing:
         pass
+
+
+def open_descriptors() -> list[Path]:
+    """The descriptors of this process, but for the one by which they are listed."""
+    return [place for place in list(Path("/proc/self/fd").iterdir()) if place.is_symlink()]
+
+
+@pytest.mark.parametrize(("values", "word"), [
+    ({"backend": "auto"}, "socket-port"),
+    ({"backend": "socket"}, "socket-port"),
+    ({"backend": "ucx", "network_devices": "nosuchdevice0"}, "nosuchdevice0"),
+    ({"backend": "ucx-py"}, "conda"),
+])  # fmt: skip
+def test_a_data_plane_that_cannot_start_keeps_no_pool_no_descriptor_and_no_thread(
+    tmp_path: Path, values: dict[str, object], word: str
+) -> None:
+    def kept() -> tuple[int, list[str]]:
+        gc.collect()
+        pools = sum("kvbus-pool" in str(place.readlink()) for place in open_descriptors())
+        return pools, sorted(one.name for one in threading.enumerate() if one.name.startswith("kvbus-"))
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        before = kept()
+        for _ in range(3):
+            failing = opened(tmp_path, **values, socket_port=taken.getsockname()[1])
+            with pytest.raises(ConfigError, match=word), failing:
+                pass
+        wait_until(lambda: kept() == before)
 
 
 def test_ucx_py_is_taken_where_it_is_named_and_its_absence_says_what_to_install(
@@ -148,6 +198,14 @@ def test_where_the_page_server_listens_and_is_reached_must_be_addresses(
         settings(tmp_path, **values)
     wild = settings(tmp_path, socket_address="::", socket_advertise=("192.0.2.7",))
     assert wild.socket_advertise == ("192.0.2.7",)
+
+
+def test_a_page_server_that_does_not_run_is_offered_to_nobody_and_the_other_ways_go_on(tmp_path: Path) -> None:
+    with opened(tmp_path, backend="auto", network_devices="nosuchdevice0") as moving:
+        assert moving.access.offer(question("memory", "socket")).socket is not None
+        moving.lending.release_hold()
+        offer = moving.access.offer(question("memory", "socket"))
+        assert (offer.socket, offer.secret, offer.memory) == (None, b"", moving.access.memory)
 
 
 def test_a_ucx_plane_that_has_failed_is_offered_to_nobody_and_is_counted(tmp_path: Path) -> None:

@@ -238,6 +238,11 @@ class SimBroker:
             self.send(Delivery(kept.live, data, log.head, newest.sequence if newest else 0))
         kept.messages.append((self.loop.time(), Delivery(subject, data, log.head)))
 
+    @property
+    def log_end(self) -> int:
+        """The sequence of the newest message that this store was given."""
+        return self._log.head
+
     def last(self, subject: str) -> Delivery | None:
         """Return the newest message of a settle subject."""
         kept = self._log.kept.get(subject)

@@ -144,6 +144,14 @@ class SimBus:
         await self._return(CALL_S)
         return found
 
+    async def log_end(self, subject_filter: str) -> int:
+        """See `kvbus.transport.Bus`; settle subjects only."""
+        self._check_kept(subject_filter)
+        await self._reach(CALL_S)
+        found = self.broker.log_end
+        await self._return(CALL_S)
+        return found
+
     async def get(self, bucket: str, key: str) -> Entry | None:
         """See `kvbus.transport.Bus`."""
         await self._reach(CALL_S)

@@ -116,9 +116,7 @@ def pin_later() -> Sequence[Change]:
         if len(pages) < len(names):
             decide(self, asked, entry)
             return
-        task = asyncio.get_running_loop().create_task(lend(self, asked, entry, key_of(asked.key), pages))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(lend(self, asked, entry, key_of(asked.key), pages), name="planted")
 
     return [(Source, "_decide", look_up_first)]
 
