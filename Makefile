@@ -65,7 +65,7 @@ demo-vllm: setup vllm ## two unchanged vLLM servers: move a prompt's KV from one
 test: lint ## lint, then all tests, then the coverage gate
 	rm -f .coverage .coverage.* coverage.json
 	$(BIN)/python -m pytest -m "not slow and not model" -n $(TEST_JOBS) --cov --cov-report= $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow or model" -n $(TEST_JOBS) --dist loadfile -o timeout=300 --cov --cov-append --cov-report= $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: none
+	$(BIN)/python -m pytest -m "slow or model" -n $(TEST_JOBS) --dist loadfile -o timeout=600 --cov --cov-append --cov-report= $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: none
 	$(BIN)/python -m coverage json --quiet -o coverage.json
 	$(BIN)/python scripts/check_coverage.py coverage.json
 

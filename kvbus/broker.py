@@ -23,12 +23,12 @@ from typing import cast
 
 from kvbus.errors import BusError, ConfigError
 
-READY_S = 10.0
+READY_S = 30.0
 """A server with an empty store is ready in 0.05–0.13 s; a large store on a busy host takes seconds to read."""
 STOP_S = 5.0
 """A clean stop takes well under a second; after this the process is killed (its store survives that)."""
 
-_CHECK_S = 10.0
+_CHECK_S = 30.0
 _POLL_S = 0.01
 _PAYLOAD_MAX_BYTES = 1 << 20
 _DISK_MAX_BYTES = 1 << 30  # the four streams of an embedded broker reserve 704 MiB
@@ -96,10 +96,14 @@ class EmbeddedBroker:
         """
         if self.pid is not None:
             raise ConfigError("this broker is running", pid=self.pid, url=self.url)
-        self._process = await asyncio.to_thread(self._spawn)
+        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
         try:
+            self._process = await asyncio.shield(spawning)
             await self._until_ready()
         except BaseException:
+            if self._process is None:  # a thread cannot be cancelled: what it starts must not be left behind
+                (spawned,) = await asyncio.gather(spawning, return_exceptions=True)
+                self._process = None if isinstance(spawned, BaseException) else spawned
             await self.stop()
             raise
 

@@ -64,11 +64,15 @@ class CacheChangeAsked(Body):
 
 
 class CacheChanged(Body):
-    """How many blocks were kept, let go, dropped or forgotten; a refusal in words, and then nothing has changed."""
+    """How many blocks were kept, let go, dropped or forgotten; a refusal in words, and then nothing has changed.
+
+    `pin_is_new` tells whether no pin of that name was there before; a member of an earlier version does not say.
+    """
 
     KIND = "cache_changed"
     blocks: Count = 0
     refusal: Text = ""
+    pin_is_new: bool | None = None
 
 
 class NamesForgotten(Body):

@@ -20,6 +20,11 @@ ENGINES = ("toy", "transformers")
 ATTACHING = ("vllm",)
 """Those that are started by others, and attach to a worker's socket by themselves."""
 DIGESTS = ("off", "grant", "always")
+UCX_TRANSPORTS = frozenset(
+    "all tcp self cma sm shm mm posix sysv knem xpmem "
+    "ib rc rc_v rc_x rc_verbs rc_mlx5 ud ud_v ud_x ud_verbs ud_mlx5 dc dc_x dc_mlx5 gga_mlx5 srd".split()
+)
+"""UCX's own words for ways to host memory. It passes over a word that it does not know, so here that is an error."""
 
 
 Microseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -70,6 +75,8 @@ class WorkerSettings(BaseModel):
     it; what is not named keeps the cost of the planner's own table."""
     network_devices: str = "lo"
     """UCX devices; loopback by default, since whoever reaches a UCX worker can read its process."""
+    ucx_tls: str = ""
+    """The transports that UCX may take, in its own words with commas between; empty: tcp, and cma on one host."""
     socket_address: str = "127.0.0.1"
     """Where the page server listens, for `socket` and `auto`; loopback by default, since pages travel unencrypted."""
     socket_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
@@ -111,6 +118,14 @@ class WorkerSettings(BaseModel):
         if len(self.members) > 1 and self.engine == "transformers":
             raise ValueError("members are several, and the transformers engine has one rank: give one member")
         return self
+
+    @field_validator("ucx_tls")
+    @classmethod
+    def _must_name_transports(cls, value: str) -> str:
+        if unknown := [word for word in value.split(",") if value and word not in UCX_TRANSPORTS]:
+            known = ", ".join(sorted(UCX_TRANSPORTS))
+            raise ValueError(f"{', '.join(map(repr, unknown))} is no transport of UCX; give some of {known}")
+        return value
 
     @field_validator("socket_address")
     @classmethod

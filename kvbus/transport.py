@@ -140,6 +140,12 @@ class Bus(Protocol):
     async def last(self, subject: str) -> Delivery | None:
         """Return the newest stored message of one facts or settle subject; None where there is none any more."""
 
+    async def log_end(self, subject_filter: str) -> int:
+        """Return the stream sequence of the newest message that a log of facts or decisions ever held; 0: none yet.
+
+        It is the stream's, whatever subject of it is named, and stays when the message itself has gone.
+        """
+
     async def get(self, bucket: str, key: str) -> Entry | None:
         """Return a bucket's value for a key, or None."""
 

@@ -121,7 +121,8 @@ def _operations(channel: Channel) -> Iterator[tuple[str, Document]]:
         first = group[0]
         suffix = f"_{first.body.KIND}" if first.answer else ""
         if first.sender is not Party.BROKER:
-            yield f"send_{channel.name}{suffix}", _operation("send", (first.sender,), channel, group)
+            senders = tuple(dict.fromkeys(one.sender for one in group))
+            yield f"send_{channel.name}{suffix}", _operation("send", senders, channel, group)
         yield f"receive_{channel.name}{suffix}", _operation("receive", first.hearers, channel, group)
 
 
@@ -129,7 +130,10 @@ def _operation(action: str, parties: tuple[Party, ...], channel: Channel, group:
     operation: Document = {
         "action": action,
         "channel": {"$ref": f"#/channels/{channel.name}"},
-        "messages": [{"$ref": f"#/channels/{channel.name}/messages/{one.body.KIND}"} for one in group],
+        "messages": [
+            {"$ref": f"#/channels/{channel.name}/messages/{kind}"}
+            for kind in dict.fromkeys(one.body.KIND for one in group)
+        ],
         "x-parties": [str(party) for party in parties],
     }
     if action == "receive" and channel.stored is Store.TRANSFER:
@@ -152,7 +156,8 @@ def _operation(action: str, parties: tuple[Party, ...], channel: Channel, group:
 
 def _groups(channel: Channel) -> Iterator[tuple[Carried, ...]]:
     if any(one.answer for one in channel.carries):
-        yield from ((one,) for one in channel.carries)
+        for body in dict.fromkeys(channel.bodies):
+            yield tuple(one for one in channel.carries if one.body is body)
     else:
         yield channel.carries
 

@@ -15,7 +15,7 @@ from tests.absent import absent
 CHROMIUM = Path("/usr/bin/chromium")
 SHOTS = Path(__file__).parents[1] / "test-results"
 """Where pictures go: not part of the repository. `scripts/page_pictures` brings some of them to docs/."""
-WAIT_MS = 30_000
+WAIT_MS = 60_000
 """For a fact to show: only a hang or a starved machine meets it."""
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 PHONE: ViewportSize = {"width": 390, "height": 844}

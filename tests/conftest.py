@@ -4,8 +4,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvbus.broker import EmbeddedBroker
+from kvbus.testing.cluster import free_ports
+
+# No example is judged by how long it took: on a busy machine that says nothing about the code.
+settings.register_profile("untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +28,7 @@ def _cost(item: pytest.Item) -> int:
 @pytest.fixture
 async def broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
     """A real broker of this test's own: a free port, an empty store."""
-    async with EmbeddedBroker.started(tmp_path / "broker") as running:
+    async with EmbeddedBroker.started(tmp_path / "broker", port=free_ports(1)[0]) as running:  # kept while it is away
         yield running
 
 

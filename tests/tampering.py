@@ -95,6 +95,13 @@ def with_frames(record: Record, frames: Iterable[Stored]) -> Record:
     return dataclasses.replace(record, stored=list(frames))
 
 
+def beginning(record: Record, *, facts: int, settle: int = 0) -> Record:
+    """The record as it would be had the broker dropped so many messages of each log."""
+    dropped = {Family.FACTS: facts, Family.SETTLE: settle}
+    kept = [one for one in record.stored if one.sequence > dropped[one.family]]
+    return dataclasses.replace(record, stored=kept, begins=dropped)
+
+
 def frame_of(record: Record, event: Event) -> Stored:
     """The frame in which an event stands."""
     return next(one for one in record.stored if one.data and decode(one.data) == event)

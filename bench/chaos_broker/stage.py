@@ -22,7 +22,7 @@ from kvbus.commands.auth import RULES, credential_path, write_folder
 from kvbus.errors import BusError
 from kvbus.permissions import User
 from kvbus.publisher import Publisher
-from kvbus.testing.cluster import REPLICATED, LocalCluster
+from kvbus.testing.cluster import REPLICATED, LocalCluster, free_ports
 from tests.flow.guarded import DASH, GATEWAY, OPERATOR, GuardedTown, keys_of
 from tests.flow.town import TOPICS, WorkerProcess
 from tests.waiting import until
@@ -147,7 +147,7 @@ async def staged(
 @asynccontextmanager
 async def single(folder: Path, plant: str) -> AsyncIterator[Stage]:
     """One broker with its store in files."""
-    async with staged(folder, EmbeddedBroker(folder / "broker"), plant) as stage:
+    async with staged(folder, EmbeddedBroker(folder / "broker", port=free_ports(1)[0]), plant) as stage:
         yield stage
 
 
@@ -156,7 +156,7 @@ async def guarded(folder: Path, plant: str, *instances: User) -> AsyncIterator[S
     """One broker that knows its users."""
     users = (OPERATOR, *instances, GATEWAY, DASH)
     write_folder(keys_of(folder), users, TOPICS)
-    broker = EmbeddedBroker(folder / "broker", include=keys_of(folder) / RULES)
+    broker = EmbeddedBroker(folder / "broker", port=free_ports(1)[0], include=keys_of(folder) / RULES)
     async with staged(folder, broker, plant, users) as stage:
         yield stage
 

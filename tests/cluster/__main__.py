@@ -96,6 +96,8 @@ def _play_all(stories: list[Story], screen: Console, trails: Path | None) -> lis
                     rows.append(_play(story, one, screen, began, trails))
                     began = time.monotonic()
                     screen.print(f"[dim]  {'clean' if rows[-1].is_clean else 'NOT CLEAN'}, {rows[-1].seconds:.0f} s[/]")
+                    for text in rows[-1].wrongs():
+                        screen.print(f"  {text}", style="red", highlight=False, markup=False)
                     if not rows[-1].is_clean:
                         break
         except StackError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from subprocess import Popen
+from typing import TypeVar
 
 from kvbus.commands.common import EXIT_CONFIG
 from kvbus.engines.toy import ToyEngine, ToyOptions
@@ -13,6 +14,7 @@ from tests.cluster.stack import COMMAND_S, Document, Stack, StackError, document
 from tests.cluster.table import Row
 from tests.waiting import wait_until
 
+T = TypeVar("T")
 WHOLE = ToyOptions()
 """The engine of an instance with one rank."""
 BLOCK = WHOLE.block_tokens
@@ -36,6 +38,8 @@ BUDGET_S = 60
 """For each transfer: a request whose destination died is offered again after 10 s, and a container starts for some."""
 TRIES = 3
 """An election among brokers takes less than the 5 s for which a command waits, or on a busy machine some more."""
+BROKER_AWAY = "bus_unavailable:"
+"""How a refusal begins where an instance cannot ask the broker while it elects, or has no room for facts."""
 RAN_ANEW = "has run anew since"
 """The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
 NEVER_BEGAN = "never_began"
@@ -89,7 +93,7 @@ class Actors:
     def await_end(self, asked: Asked, *, may_be_refused: tuple[str, ...] = ()) -> str:
         """Await how a transfer ended, count it, and return the word for it.
 
-        Who is told at once that the broker does not answer asks again, as a person would: nothing was asked for yet.
+        Who is told that the broker does not answer, by it or by the instance, asks again: no transfer has begun.
         `may_be_refused`: parts of reasons that count as an end too, since no transfer began.
         """
         self.row.transfers += 1
@@ -110,12 +114,16 @@ class Actors:
         process = asked.process
         for _ in range(TRIES - 1):
             try:
-                return document(process, COMMAND_S)
+                told = document(process, COMMAND_S)
+                if told["verdict"] != "refused" or not told["reason"].startswith(BROKER_AWAY):
+                    return told
+                why = told["reason"]
             except StackError as error:
                 if error.status != EXIT_CONFIG:
                     raise
-                self.row.notes.append(f"asked again, after {error}")
-                process = self.stack.start_kvbus(*asked.words)
+                why = str(error)
+            self.row.notes.append(f"asked again, after {why}")
+            process = self.stack.start_kvbus(*asked.words)
         return document(process, COMMAND_S)
 
     def _count(self, told: Document) -> str:
@@ -212,11 +220,12 @@ class Actors:
         told = self.row.shown or next(iter(self.row.ids), "")
         if told:
             words = ("run", "--rm", "--no-TTY", "--no-deps", "--env", "COLUMNS=118", "kvbus", "story", told)
-            self.row.trail = [line.rstrip() for line in self.stack.compose(*words).splitlines()]
+            text = self._answered(lambda: self.stack.compose(*words), "the story is told")
+            self.row.trail = [line.rstrip() for line in text.splitlines()]
 
     def judge(self) -> None:
         """Have kvbus audit what the broker holds; what is still out counts as leaked."""
-        verdict = self.stack.kvbus("audit")
+        verdict = self._answered(lambda: self.stack.kvbus("audit"), "the audit has its verdict")
         self.row.audit = verdict["verdict"]
         self.row.leaked += len(_out(verdict))
 
@@ -242,6 +251,17 @@ class Actors:
         counters = self.stack.ask(service, "counters")
         pages = {"pages_away": counters["pages"] - counters["pages_free"] - counters["pages_cached"]}
         return {name: int(n) for name, n in ({k: counters[k] for k in OWED} | pages).items() if n}
+
+    def _answered(self, ask: Callable[[], T], what: str) -> T:
+        """Return what is answered; a broker that has just come back may break off once or twice."""
+        found: list[T] = []
+
+        def has_answered() -> bool:
+            found.append(ask())
+            return True
+
+        self.until(has_answered, REST_S, what)
+        return found[0]
 
     @staticmethod
     def until(holds: Callable[[], object], wait_s: float, what: str) -> None:

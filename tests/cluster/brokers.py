@@ -94,9 +94,8 @@ def _cluster(actors: Actors, stream: str, but: str) -> Document:
 def _told_by(actors: Actors, teller: str, stream: str) -> Document:
     told = actors.stack.fetch(teller, 8222, "/jsz?streams=1")
     streams = [one for account in told["account_details"] for one in account["stream_detail"]]
-    (cluster,) = (one["cluster"] for one in streams if one["name"] == stream)
-    found: Document = cluster
-    return found
+    by_name: dict[str, Document] = {one["name"]: one["cluster"] for one in streams}
+    return by_name[stream]  # KeyError: it has just started, and does not know of it yet
 
 
 def disk_full(actors: Actors) -> None:

@@ -14,6 +14,7 @@ from kvbus.bus_assets import EMBEDDED
 from kvbus.commands.auth import RULES, credential_path, rules, write_folder
 from kvbus.permissions import Role, User
 from kvbus.publisher import Publisher
+from kvbus.testing.cluster import free_ports
 from tests.flow.command_line import environment
 from tests.flow.town import TOPICS, Town, WorkerProcess
 
@@ -75,7 +76,7 @@ class GuardedTown(Town):
             env=environment(self.folder / "state", env),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -92,7 +93,7 @@ async def guarded_town(folder: Path, *instances: User) -> AsyncIterator[GuardedT
     users = (OPERATOR, *instances, GATEWAY, DASH)
     (folder / "state").mkdir()
     write_folder(keys_of(folder), users, TOPICS)
-    broker = EmbeddedBroker(folder / "broker", include=keys_of(folder) / RULES)
+    broker = EmbeddedBroker(folder / "broker", port=free_ports(1)[0], include=keys_of(folder) / RULES)
     await broker.start()
     operator = credential_path(keys_of(folder), OPERATOR)
     bus = await NatsBus.connect(broker.url, name="tester", credentials=operator, topics=TOPICS, limits=EMBEDDED)

@@ -25,11 +25,11 @@ from kvbus.bus_assets import EMBEDDED
 from kvbus.publisher import Publisher
 from kvbus.roles.registry import lookup
 from tests.absent import absent
-from tests.flow.town import TOPICS, Town, WorkerProcess, children
+from tests.flow.town import READY_S, TOPICS, Town, WorkerProcess, children
 from tests.waiting import until
 
 WIRE = "wire"
-COMMAND_S = 10.0
+COMMAND_S = 100.0
 """For each `ip` command, and each word of the wire: they take milliseconds."""
 APART = ("unshare", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child")
 """Processes see neither each other's memory nor each other's /proc then, as on two machines."""
@@ -171,7 +171,7 @@ class FarTown(Town):
                 self.registered[name] = one
             return name in self.registered
 
-        await until(ready, 60, what=f"worker {name} is registered")
+        await until(ready, READY_S, what=f"worker {name} is registered")
         worker.pids = {worker.pid, *children(worker.pid)}
         self.started |= worker.pids | {pid for child in children(worker.pid) for pid in children(child)}
         return worker

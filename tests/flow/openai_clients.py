@@ -35,11 +35,11 @@ class Serving:
     def openai(self, instance: str = "") -> OpenAI:
         """The official client, of the gateway or of one instance's own base URL."""
         below = f"/instances/{instance}" if instance else ""
-        return OpenAI(base_url=f"{self.url}{below}/v1", api_key="none", timeout=120, max_retries=0)
+        return OpenAI(base_url=f"{self.url}{below}/v1", api_key="none", timeout=250, max_retries=0)
 
     def async_openai(self) -> AsyncOpenAI:
         """The official client on an event loop."""
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=250, max_retries=0)
 
     def local(self, instance: str) -> LocalClient:
         """A client of an instance's worker, on this host."""
@@ -137,9 +137,9 @@ def staged_answer_is_the_sources(one: Serving) -> None:
 
 def curl(url: str, body: object) -> dict[str, object]:
     """What curl gets for a JSON body, and the status as `http_code`."""
-    command = ["curl", "--silent", "--max-time", "60", "--write-out", "\n%{http_code}", url, "--data", json.dumps(body)]
+    command = ["curl", "--silent", "--max-time", "85", "--write-out", "\n%{http_code}", url, "--data", json.dumps(body)]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     except FileNotFoundError:
         absent("curl is not installed")
     document, _, status = ran.stdout.rpartition("\n")

@@ -22,7 +22,7 @@ class RawDoor:
         self.writer.write(words.encode() + b"\r\n" + data + b"\r\nPING\r\n")
         await self.writer.drain()
         while True:
-            line = await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 10)
+            line = await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 60)
             if line == b"PONG\r\n":
                 return
             if line == b"PING\r\n":
@@ -37,7 +37,7 @@ async def raw_door(broker: EmbeddedBroker) -> AsyncIterator[RawDoor]:
     reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
     hello = {"auth_token": broker.token, "verbose": False, "pedantic": False, "name": "raw", "lang": "raw"}
     try:
-        await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+        await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
         writer.write(f"CONNECT {json.dumps(hello)}\r\n".encode())
         yield RawDoor(reader, writer)
     finally:

@@ -44,14 +44,14 @@ class Terminal:
                 self.drawn += data.decode(errors="replace")
         return _ESCAPES.sub("", self.drawn)
 
-    def until(self, words: str, deadline_s: float = 30.0) -> None:
+    def until(self, words: str, deadline_s: float = COMMAND_S) -> None:
         """Wait until some words were drawn."""
         wait_until(lambda: words in self.text, deadline_s, what=f"{words!r} on the screen: {self.text[-1500:]}")
 
     def until_anew(self, words: str) -> None:
         """Wait until some words are drawn from now on."""
         begin = len(self.text)
-        wait_until(lambda: words in self.text[begin:], 30.0, what=f"{words!r} on the screen anew")
+        wait_until(lambda: words in self.text[begin:], COMMAND_S, what=f"{words!r} on the screen anew")
 
     def press(self, keys: str) -> None:
         """Press keys."""

@@ -66,7 +66,7 @@ async def asked(broker: EmbeddedBroker, tmp_path: Path) -> str:
     env = environment(tmp_path, {"KVBUS_NATS_URL": broker.url, "KVBUS_NATS_TOKEN": broker.token})
     command = [sys.executable, "-m", "docs.prefix_index", *map(str, PROMPT)]
     ran = await asyncio.to_thread(
-        subprocess.run, command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        subprocess.run, command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=150, check=True
     )
     return ran.stdout.strip()
 
@@ -78,7 +78,7 @@ async def test_a_bridge_leaves_an_alarm_behind_whether_vllm_dies_or_it_is_ended(
 ) -> None:
     async with VllmPublisher() as vllm, connected(broker) as bus:
         live, replay = vllm.addresses
-        given = ("--endpoint", live, "--replay", replay, "--dead-after", "1.5")
+        given = ("--endpoint", live, "--replay", replay, "--dead-after", "5")
         with bridging(tmp_path, broker, *given) as process:
             await vllm.until_subscribed()
             await vllm.publish(stored([1, 2], PROMPT))
@@ -86,13 +86,13 @@ async def test_a_bridge_leaves_an_alarm_behind_whether_vllm_dies_or_it_is_ended(
             async def is_stored() -> bool:
                 return len(await bus.history("kv.blocks.a")) == 2
 
-            await until(is_stored, 30)
+            await until(is_stored)
             assert await asked(broker, tmp_path) == "a holds 8 of 8 tokens"
             if end == "dead":
                 await vllm.__aexit__()
             else:
                 process.send_signal(signal.SIGTERM)
-            wait_until(lambda: process.poll() is not None, 40)
+            wait_until(lambda: process.poll() is not None)
             assert process.returncode == (1 if end == "dead" else 0)
         events, index = await read_until_alarm(bus)
         assert [event.body.KIND for event in events] == ["blocks", "blocks", "blocks_unseen"]  # type: ignore[union-attr]

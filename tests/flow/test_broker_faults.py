@@ -178,6 +178,16 @@ def test_notes_confirm_what_left_together_under_the_id_of_its_last_event(tmp_pat
     assert notes.refused == {"hash"}
 
 
+def test_notes_confirm_facts_and_decisions_each_by_the_messages_of_their_own_stream(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    lines = ["S 1000000000 a.m0.7.1", "D 2000000000 a.m0.7.2", "S 3000000000 a.m0.7.3", "D 4000000000 a.m0.7.4"]
+    lines += ["C 5000000000 a.m0.7.4", "A 6000000000 a.m0.7.1"]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    notes = Notes.read(path)
+    assert notes.said.keys() == {f"a.m0.7.{number}" for number in (1, 2, 3, 4)}
+    assert notes.confirmed == {"a.m0.7.2": 5.0, "a.m0.7.4": 5.0, "a.m0.7.1": 6.0}
+
+
 def event_of(body: TransferOutcome | LeaseGranted, sequence: int) -> Event:
     return Event.model_construct(header=Header(k=body.KIND, i="b", m="m0", e=7, s=sequence, t=1), body=body)
 

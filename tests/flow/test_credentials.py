@@ -22,7 +22,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-BACK_S = 30.0
+BACK_S = 100.0
 """A client that was closed for good is replaced within seconds; this is far beyond it."""
 
 

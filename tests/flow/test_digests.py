@@ -114,6 +114,11 @@ async def test_a_bit_changed_at_the_source_after_the_seal_costs_its_page_and_is_
     _, audited = await audit_log(workers.bus, TOPICS)
     assert outcome.reason in [read.text for read in audited.differing]
     assert [line for line in lines(audited) if "no fault of ownership" in line and outcome.reason in line]
+
+    async def is_looked_at() -> bool:
+        return (await workers.counters("a"))["pages_spoiled"] > before["pages_spoiled"]
+
+    await until(is_looked_at, what="the source has looked at the page itself")
     after = await workers.counters("a")
     assert after["pages_reported"] == before["pages_reported"] + 1
     assert after["pages_spoiled"] == before["pages_spoiled"] + 1, "its bytes are wrong at the source too"

@@ -1,18 +1,22 @@
 """`kvbus doctor` beside a running `kvbus up`, as a person runs it, and which way a transfer says that it took."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvbus.bus import NatsBus
+from kvbus.roles.registry import registry_key
+from kvbus.transport import BUCKET_INSTANCES
 from tests.absent import absent
-from tests.flow.command_line import Up, environment, kvbus, start_up, up
+from tests.flow.command_line import COMMAND_S, Up, environment, kvbus, start_up, up
 from tests.flow.town import FAST, as_text, children, prompt
 from tests.waiting import wait_until
 
@@ -28,6 +32,23 @@ def running(folder: Path) -> Iterator[Up]:
 
 def checks_of(ran: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(ran.stdout)["checks"]}
+
+
+def looked(
+    state: Path, holds: "Callable[[subprocess.CompletedProcess[str]], bool]", *, as_json: bool = True
+) -> "subprocess.CompletedProcess[str]":
+    """What the doctor says; it looks again where a busy member let two heartbeats pass while it listened."""
+    said: list[subprocess.CompletedProcess[str]] = []
+
+    def holds_now() -> bool:
+        said.append(kvbus("doctor", *(["--json"] if as_json else []), state=state))
+        return holds(said[-1])
+
+    try:
+        wait_until(holds_now, COMMAND_S, what="the doctor finds it so")
+    except AssertionError as error:
+        raise AssertionError(said[-1].stdout) from error
+    return said[-1]
 
 
 def worker_pid(running: Up, instance: str) -> int:
@@ -52,7 +73,7 @@ def stage(running: Up, name: str) -> str:
         told[:] = [kvbus("story", transfer, state=running.state).stdout]
         return "settled: 6/6" in told[0]
 
-    wait_until(is_whole, 30, what="the story is recorded")
+    wait_until(is_whole, COMMAND_S, what="the story is recorded")
     return " ".join(told[0].split())
 
 
@@ -67,9 +88,7 @@ def test_a_story_says_by_which_way_the_pages_came_and_over_which_lanes(running: 
 
 def test_a_doctor_finds_a_running_cluster_well_and_says_which_way_pages_take(running: Up) -> None:
     stage(running, "third")
-    ran = kvbus("doctor", "--json", state=running.state)
-    assert ran.returncode == 0, ran.stdout
-    checks = checks_of(ran)
+    checks = checks_of(looked(running.state, lambda ran: ran.returncode == 0))
     assert "nats-server" in checks["server"]["found"]
     assert checks["KVB_FACTS"]["level"] == checks["KV_kvbus_epoch"]["level"] == "ok"
     assert "offers ucx, memory" in checks["a/m0"]["found"]
@@ -77,22 +96,46 @@ def test_a_doctor_finds_a_running_cluster_well_and_says_which_way_pages_take(run
     assert "has read by ucx" in checks["b/m0"]["found"]
     assert "(ucx lanes cma/memory, tcp/lo)" in checks["b/m0"]["found"]
     assert checks["a → b"]["found"].startswith("pages would come by ucx over cma: same host, 32 pages of 64 KiB")
-    person = kvbus("doctor", state=running.state)
-    assert person.returncode == 0
+    person = looked(running.state, lambda ran: ran.returncode == 0, as_json=False)
     assert "\x1b" not in person.stdout
     assert [line for line in person.stdout.splitlines() if line in {"python", "broker", "workers"}]
 
 
-def test_a_worker_that_stands_still_is_wrong_and_named_first(running: Up) -> None:
-    pid = worker_pid(running, "b")
-    os.kill(pid, signal.SIGSTOP)
+@asynccontextmanager
+async def registered(running: Up, name: str) -> AsyncIterator[None]:
+    """Renew a member's registration as it would itself: a doctor on a busy machine looks later than it lasts."""
+    url, token = str(running.document["nats_url"]), str(running.document["token"])
+    bus = await NatsBus.connect(url, name="test", token=token)
+    over = asyncio.Event()
+    entry = await bus.get(BUCKET_INSTANCES, registry_key(name, "m0"))
+    assert entry is not None
+
+    async def renew() -> None:
+        while not over.is_set():
+            await bus.put(BUCKET_INSTANCES, registry_key(name, "m0"), entry.value)
+            await asyncio.wait({ending}, timeout=1.0)
+
+    ending = asyncio.ensure_future(over.wait())
+    renewing = asyncio.ensure_future(renew())
     try:
-        ran = kvbus("doctor", "--json", state=running.state)
+        yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        over.set()
+        await asyncio.gather(renewing, ending)
+        await bus.close()
+
+
+async def test_a_worker_that_stands_still_is_wrong_and_named_first(running: Up) -> None:
+    pid = worker_pid(running, "b")
+    async with registered(running, "b"):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ran = await asyncio.to_thread(looked, running.state, lambda ran: checks_of(ran)["a/m0"]["level"] == "ok")
+        finally:
+            os.kill(pid, signal.SIGCONT)
     assert ran.returncode == 1
     checks = checks_of(ran)
-    assert (checks["a/m0"]["level"], checks["b/m0"]["level"]) == ("ok", "wrong")
+    assert checks["b/m0"]["level"] == "wrong"
     assert "no heartbeat" in checks["b/m0"]["found"]
     assert json.loads(ran.stdout)["first"].startswith("workers, b/m0: ")
 
@@ -125,9 +168,8 @@ def worker_apart(running: Up) -> Iterator[None]:
 
 def test_a_reader_in_another_container_takes_the_socket_and_the_doctor_said_so(tmp_path: Path) -> None:
     with up(tmp_path, "--instances", "a,c", "--transport", "auto") as running, worker_apart(running):
-        checks = checks_of(kvbus("doctor", "--json", state=tmp_path))
+        checks = checks_of(looked(tmp_path, lambda ran: checks_of(ran)["b/m0"]["level"] == "ok"))
         told = stage(running, "apart")
-    assert checks["b/m0"]["level"] == "ok"
     assert checks["a → b"]["found"].startswith("pages would come by socket: another container of this host")
     assert checks["a → c"]["found"].startswith("pages would come by memory: same host")
     assert "moving by socket: another container of this host, 6 pages of 64 KiB" in told

@@ -12,7 +12,8 @@ import pytest
 from kvbus.commands.dump import write
 from kvbus.commands.dumping import Dump
 from kvbus.commands.recordings import LOGS_NAME, read_record
-from tests.flow.command_line import Up, kvbus, up
+from tests.flow.command_line import COMMAND_S, Up, kvbus, up
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,14 @@ def running(folder: Path) -> Iterator[Up]:
 def dumped(running: Up) -> "tuple[Path, subprocess.CompletedProcess[str]]":
     path = running.state / "dump.tar.gz"
     env = {"KVBUS_ENGINE_OPTIONS": KEPT_BACK, "UCX_TLS": "self,sm,tcp"}
-    return path, kvbus("dump", "-o", str(path), "--json", state=running.state, env=env)
+    told: list[subprocess.CompletedProcess[str]] = []
+
+    def is_whole() -> bool:
+        told.append(kvbus("dump", "-o", str(path), "--json", state=running.state, env=env))
+        return told[-1].returncode == 0 and not json.loads(told[-1].stdout)["missing"]
+
+    wait_until(is_whole, COMMAND_S, what="no part was too busy to be dumped")
+    return path, told[-1]
 
 
 def contents(path: Path) -> dict[str, bytes]:

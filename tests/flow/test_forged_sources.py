@@ -166,7 +166,7 @@ async def test_a_registry_record_with_a_key_that_is_none_leads_to_a_refusal(read
 async def test_unreadable_answers_are_asked_again_until_the_deadline(reader: Town, fake: FakeSource) -> None:
     fake.answer = lambda _said: b"\xc1"
 
-    outcome = await reader.stage(prompt("unreadable", BLOCKS), source=FAKE, budget_s=1.5)
+    outcome = await reader.stage(prompt("unreadable", BLOCKS), source=FAKE, budget_s=4.0)
 
     assert (outcome.outcome, outcome.failure, outcome.pages_moved) == ("failed", "deadline", 0)
     assert len(fake.questions) > 1

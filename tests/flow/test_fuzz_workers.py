@@ -35,7 +35,7 @@ MESSAGES = 250
 """On each subject."""
 AT_ONCE = 50
 QUEUED = 150
-EMPTY_S = 60.0
+EMPTY_S = 100.0
 EPOCH = 1 << 32 | 9
 
 

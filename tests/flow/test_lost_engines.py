@@ -15,7 +15,7 @@ import pytest_asyncio
 from kvbus.engines.base import Token
 from kvbus.engines.link import EngineError
 from kvbus.publisher import TransferHandle
-from tests.flow.town import BLOCK, OUTCOME_S, Town, is_alive, prompt, town
+from tests.flow.town import BLOCK, OUTCOME_S, TOPICS, Town, is_alive, prompt, town
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -24,7 +24,7 @@ SLOW = {"work_rounds": 25_000}
 """About 10 ms a token: some four seconds for the long prompt, twice what a source takes before it says `computing`."""
 LONG_BLOCKS = 12
 SHORT_BLOCKS = 2
-REPORT_S = 10.0
+REPORT_S = 30.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,7 +50,7 @@ async def until_engine(pair: Town, name: str, old_pid: int) -> None:
         except EngineError:
             return False
 
-    await until(answers, 30, what=f"the engine of {name} is back")
+    await until(answers, what=f"the engine of {name} is back")
     assert pair.workers[name].engine_pid() != old_pid
     pair.started.add(pair.workers[name].engine_pid())
 
@@ -129,7 +129,7 @@ async def test_a_source_that_stops_while_it_computes_fails_at_the_deadline_and_l
 
     pair.workers["a"].signal(signal.SIGSTOP)
     try:
-        outcome = await handle.outcome(2.0 + 5.0)  # the budget, and what the end of a transfer may take
+        outcome = await handle.outcome(2.0 + REPORT_S)  # the budget, and what the end of a transfer may take
         assert outcome is not None
         assert (outcome.outcome, outcome.failure, outcome.pages_moved) == ("failed", "deadline", 0)
         assert outcome.evidence == ("never_submitted",)
@@ -165,6 +165,12 @@ async def test_a_reader_that_dies_while_its_source_computes_is_lent_nothing(pair
     assert (await pair.stats("a"))["lending_submissions"] == before
     await pair.start_again("b")
 
+    async def is_off_the_queue() -> bool:
+        return await pair.bus.queued(TOPICS.transfer_filter("b")) == 0
+
+    await until(is_off_the_queue, OUTCOME_S, what="b's next run has ended what the one before died over")
+    await pair.at_rest()
+
 
 async def holds_a_lease(pair: Town, name: str) -> bool:
     return (await pair.stats(name))["leases_held"] == 1
@@ -172,3 +178,27 @@ async def holds_a_lease(pair: Town, name: str) -> bool:
 
 async def computed(pair: Town, name: str) -> bool:
     return await pair.held("a", prompt(name, LONG_BLOCKS)) == LONG_BLOCKS
+
+
+# P4, P18
+async def test_a_release_that_a_stopping_member_could_not_tell_is_told_by_its_next_run(pair: Town) -> None:
+    owed = pair.workers["b"].socket.with_suffix(".owed")
+    pair.workers["a"].signal(signal.SIGSTOP)
+    try:
+        handle = await pair.ask(prompt("owed", LONG_BLOCKS), budget_s=4.0)
+        outcome = await handle.outcome(4.0 + REPORT_S)
+        assert outcome is not None
+        assert outcome.failure == "deadline"
+        pair.workers["b"].signal(signal.SIGTERM)
+        await until(lambda: not pair.workers["b"].alive)
+        assert owed.exists(), pair.workers["b"].log.read_text()
+        await pair.start_again("b")
+        assert (await pair.stats("b"))["releases_unconfirmed"] == 1
+    finally:
+        pair.workers["a"].signal(signal.SIGCONT)
+    await pair.at_rest()
+    assert (await pair.stats("b"))["releases_unconfirmed"] == 0
+    pair.workers["b"].signal(signal.SIGTERM)
+    await until(lambda: not pair.workers["b"].alive)
+    assert not owed.exists()
+    await pair.start_again("b")

@@ -1,6 +1,6 @@
 """Members of an instance that die, stop or lose the broker in the middle of a transfer that all of them share.
 
-The members of b read at 1 MB/s, so that a transfer of 36 pages is caught halfway. Whatever happens, a prompt's pages
+The members of b read at 0.5 MB/s, so that a transfer of 36 pages is caught halfway. Whatever happens, a prompt's pages
 show at both members or at neither, leases come back on evidence only, and both answer as computing does.
 """
 
@@ -25,10 +25,12 @@ from tests.waiting import until
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 BLOCKS = 36
-RATE_BYTES_S = 1_000_000
+RATE_BYTES_S = 500_000
 HALFWAY_ROW = 10
-TAKE_OVER_S = 15.0
-"""The promise: ten heartbeats without a sign of the coordinator, and a turn of one and a half seconds or two."""
+TAKE_OVER_S = 60.0
+"""The promise: ten heartbeats without a sign of the coordinator, and a turn of one and a half seconds or two.
+
+Four times that, where others want the core."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -46,7 +48,7 @@ async def halfway(pair: Town, ids: list[int], *, budget_s: float = 30.0) -> tupl
     """A transfer of which both members have some rows, and neither has all."""
     eyes = [await eye_on(pair, f"b/{member}") for member in MEMBERS]
     handle = await pair.ask(ids, budget_s=budget_s)
-    verdict = await handle.verdict()
+    verdict = await handle.verdict(OUTCOME_S)
     assert verdict.verdict == "accepted", verdict
     await asyncio.gather(*(eye.until_row(verdict.transfer, HALFWAY_ROW) for eye in eyes))
     return handle, verdict.transfer
@@ -108,7 +110,7 @@ async def test_a_killed_leader_is_followed_by_another_member_that_voids_what_was
     pair.workers[led].kill()
 
     assert await leader(pair, wait_s=TAKE_OVER_S) == other(led)
-    await until_decided(pair, transfer, "void", 30)
+    await until_decided(pair, transfer, "void", OUTCOME_S)
     assert await kinds(pair, transfer) == ["open", "void"]
     await until(partial(holds_nothing, pair, other(led)), REST_S, what="the other member has given its pages back")
     assert await pair.held(other(led), ids) == 0
@@ -135,7 +137,7 @@ async def test_a_killed_follower_costs_the_transfer_and_nothing_else(pair: Town)
     pair.workers[lost].kill()
     await pair.start_again(lost)
 
-    await until_decided(pair, transfer, "void", 30)
+    await until_decided(pair, transfer, "void", OUTCOME_S)
     outcome = await ended(handle)
     assert outcome.outcome == "failed", outcome
     assert await held(pair, ids) == {0}
@@ -173,7 +175,7 @@ async def test_a_stopped_follower_holds_its_pages_past_the_deadline_and_gives_al
     try:
         outcome = await ended(handle)
         assert outcome.outcome == "failed", outcome
-        await until_decided(pair, transfer, "void", 30)
+        await until_decided(pair, transfer, "void", OUTCOME_S)
         await pair.at_rest(other(stopped))
         assert await pair.held(other(stopped), ids) == 0
         assert (await pair.counters(source))["leases_held"] == 1, "a reader that stands still may read on"
@@ -196,13 +198,13 @@ async def test_a_leader_that_stands_still_is_followed_and_decides_nothing_when_i
     pair.workers[led].signal(signal.SIGSTOP)
     try:
         await until(lambda: is_led_by(pair, other(led)), TAKE_OVER_S, what="the other member leads")
-        await until_decided(pair, transfer, "void", 30)
+        await until_decided(pair, transfer, "void", OUTCOME_S)
     finally:
         pair.workers[led].signal(signal.SIGCONT)
 
     outcome = await ended(handle)
     assert outcome.outcome == "failed" or outcome.transfer != transfer, outcome
-    await until(lambda: agree_on_the_leader(pair), 30, what="one member leads, and both know it")
+    await until(lambda: agree_on_the_leader(pair), what="one member leads, and both know it")
     log = await decisions(pair, transfer)
     (voided,) = (event for event in log if event.header.k == "void")
     assert f"b/{voided.header.m}" == other(led)
@@ -226,7 +228,7 @@ async def test_a_leader_that_is_told_to_stop_agrees_with_the_others_first_and_is
     _, transfer = await halfway(pair, ids, budget_s=60.0)
 
     pair.workers[led].signal(signal.SIGTERM)
-    await until(lambda: not pair.workers[led].alive, 40, what="it has ended")
+    await until(lambda: not pair.workers[led].alive, 60, what="it has ended")
 
     assert pair.workers[led].process.returncode == 0
     assert await leader(pair, wait_s=TAKE_OVER_S) == other(led)
@@ -270,13 +272,13 @@ async def test_a_broker_that_comes_back_empty_is_given_a_new_term(pair: Town) ->
     pair.broker.kill()
     shutil.rmtree(pair.broker.folder / "store")
     await pair.broker.start()
-    await until(lambda: assets_stand(pair), 30, what="the tester is back, and has made streams and buckets anew")
+    await until(lambda: assets_stand(pair), what="the tester is back, and has made streams and buckets anew")
 
     async def both_in_a_new_term() -> bool:
         terms = [(await pair.counters(name))["settle_term"] for name in before]
         return len(set(terms)) == 1 and terms[0] > max(before.values())
 
-    await until(both_in_a_new_term, 30, what="both members are in a new term")
+    await until(both_in_a_new_term, what="both members are in a new term")
     await leader(pair)
     await the_next_is_served(pair, "after the empty broker")
     await pair.at_rest(deadline_s=2 * REST_S)

@@ -31,7 +31,7 @@ from kvbus.topics import Command
 from kvbus.transport import Delivery
 from tests.flow.members import MEMBERS, assert_audit_is_clean, decisions, leader
 from tests.flow.pool_eye import eye_on
-from tests.flow.town import BLOCK, TOPICS, Town, prompt, town
+from tests.flow.town import ANSWER_S, BLOCK, TOPICS, Town, prompt, town
 from tests.tampering import Copy, turned_on
 from tests.waiting import until
 
@@ -181,7 +181,7 @@ async def test_an_instance_with_one_member_says_nothing_of_members(pair: Town) -
     try:
         await pair.start("alone")
         await pair.answer("alone", prompt("alone", 2), store=True)
-        await until(lambda: len(beats) >= 3, 30, what="three heartbeats of a worker that is alone")
+        await until(lambda: len(beats) >= 3, 60, what="three heartbeats of a worker that is alone")
     finally:
         for subscription in heard:
             await subscription.close()
@@ -200,7 +200,8 @@ async def test_a_request_that_fails_since_one_of_two_members_leaves_settles_when
 
     async def drain(action: Literal["drain", "undo"]) -> None:
         subject = TOPICS.command("b", Command.DRAIN, follower)
-        answer = await pair.bus.request(subject, pair.encoded(DrainAsked(action=action), speaker="operator"), wait_s=10)
+        asked = pair.encoded(DrainAsked(action=action), speaker="operator")
+        answer = await pair.bus.request(subject, asked, wait_s=ANSWER_S)
         assert isinstance(answer, bytes), answer
 
     async def voided() -> bool:
@@ -209,7 +210,7 @@ async def test_a_request_that_fails_since_one_of_two_members_leaves_settles_when
 
     await drain("drain")
     staging = asyncio.create_task(pair.publisher.stage(source="a", destination="b", prompt=ids, patience_s=120))
-    await until(voided, 30, what="the members have voided it")
+    await until(voided, what="the members have voided it")
     assert not staging.done()
     await drain("undo")
     staged = await staging

@@ -15,7 +15,7 @@ from kvbus.parts import Prompt
 from kvbus.topics import Command
 from tests.flow.command_line import kvbus
 from tests.flow.members import assert_audit_is_clean
-from tests.flow.town import BLOCK, OUTCOME_S, TOPICS, Town, prompt, town
+from tests.flow.town import ANSWER_S, BLOCK, OUTCOME_S, TOPICS, Town, prompt, town
 from tests.flow.wire_tap import tapped
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -39,7 +39,8 @@ async def hot(four: Town, request: pytest.FixtureRequest) -> list[list[int]]:
     """Three prompts that a has answered, the first one most often; nobody holds anything else."""
     for name in "abcd":
         asked = four.encoded(CacheChangeAsked(action="forget"))
-        assert isinstance(await four.bus.request(TOPICS.command(name, Command.CACHE, "m0"), asked, wait_s=10), bytes)
+        answer = await four.bus.request(TOPICS.command(name, Command.CACHE, "m0"), asked, wait_s=ANSWER_S)
+        assert isinstance(answer, bytes)
     prompts = [prompt(f"{request.node.name} {uses}", BLOCKS) for uses in USES]
     for ids, uses in zip(prompts, USES, strict=True):
         for _ in range(uses):
@@ -60,7 +61,7 @@ async def command(running: Town, *arguments: str) -> "subprocess.CompletedProces
 
 async def look(running: Town, name: str) -> CacheAnswered:
     data = await running.bus.request(
-        TOPICS.command(name, Command.CACHE, "m0"), running.encoded(CacheAsked(prefixes=16)), wait_s=10
+        TOPICS.command(name, Command.CACHE, "m0"), running.encoded(CacheAsked(prefixes=16)), wait_s=ANSWER_S
     )
     assert isinstance(data, bytes)
     body = decode(data).body
@@ -159,7 +160,7 @@ async def test_names_are_told_only_for_a_layout_that_both_sides_have(four: Town,
     answers = []
     for fingerprint in (layout, "another"):
         asked = four.encoded(PrefixAsked(name=rows[0].name, fingerprint=fingerprint), speaker="b", member="m0", epoch=1)
-        data = await four.bus.request(TOPICS.command("a", Command.LEASE, "m0"), asked, wait_s=10)
+        data = await four.bus.request(TOPICS.command("a", Command.LEASE, "m0"), asked, wait_s=ANSWER_S)
         assert isinstance(data, bytes)
         answers.append(decode(data).body)
     same, other = answers

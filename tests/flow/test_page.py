@@ -26,8 +26,8 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-RATE_BYTES_S = 1_000_000
-"""Slow enough to see: forty pages of 64 KiB take some seconds."""
+RATE_BYTES_S = 500_000
+"""Slow enough to see: forty pages of 64 KiB take five seconds."""
 
 
 @dataclass(slots=True)
@@ -208,6 +208,39 @@ async def test_an_address_with_a_transfer_opens_its_story(seen: Seen) -> None:
     await expect(seen.story).to_have_count(0)
 
 
+async def test_a_story_that_nobody_recorded_is_asked_for_less_and_less_often_until_there_is_one(
+    browser: Browser,
+) -> None:
+    connect = MemoryBroker(clock=lambda: 0.0).connect
+    b, bus, page = Teller(from_ns=time.time_ns()), connect(), await browser.new_page(viewport=WIDE)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/story") else None)
+    await page.clock.install()
+    async with running(GatewaySettings(), connect(), TOPICS) as parts, served(parts) as url:
+        await page.goto(f"{url}/#transfer=b-000001")
+        await expect(page.locator("dialog[open]")).to_contain_text("no recorded event names it")
+        pause_ms = 0
+        while pause_ms < 30_000:
+
+            async def is_longer(before: int = pause_ms) -> bool:
+                return bool(await page.evaluate(f"kvbusPage.story.pause > {before}"))
+
+            await until(is_longer, what="the story was asked for again")
+            pause_ms = await page.evaluate("Math.ceil(kvbusPage.story.pause)")
+            await page.clock.fast_forward(pause_ms)
+        assert len(asked) < 20
+        step = b.step("accepted", "b-000001")
+        data = encode(step.header, step.body)  # type: ignore[arg-type] # it is of a known kind
+        await bus.store(TOPICS.facts("b"), data, message_id=step.header.event_id)
+
+        async def is_told() -> bool:
+            await page.clock.fast_forward(pause_ms)
+            return await page.locator("dialog[open] .lanes").count() > 0
+
+        await until(is_told)
+        await page.close()
+
+
 async def test_an_update_that_was_missed_is_repaired_by_a_snapshot(seen: Seen) -> None:
     await expect(seen.ended.first).to_be_visible()
     await seen.page.evaluate("kvbusPage.source.tables.ended = {}; kvbusPage.source.sequence -= 1; 0")
@@ -223,7 +256,7 @@ async def test_nothing_of_a_prompt_is_told_or_shown(seen: Seen) -> None:
     await seen.page.locator(f'#ended tr[data-opens="{outcome.transfer}"]').click()
     await expect(seen.story.locator(".lanes")).to_be_visible()
     shown = await seen.page.evaluate("document.documentElement.outerHTML")
-    async with httpx.AsyncClient(base_url=seen.url) as client:
+    async with httpx.AsyncClient(base_url=seen.url, timeout=60) as client:
         cluster = (await client.get("/v1/cluster")).text
         story = (await client.get(f"/v1/transfers/{outcome.transfer}/story")).text
     assert outcome.transfer in cluster
@@ -324,7 +357,7 @@ async def test_a_broker_that_is_away_is_told_with_since_when_and_then_it_is_live
     assert seen.town.broker.pid != pid
     await seen.state("live")
     await expect(notice).to_be_hidden()
-    await until(lambda: seen.town.bus.health().connected, 30, what="the requester is connected again, too")
+    await until(lambda: seen.town.bus.health().connected, 60, what="the requester is connected again, too")
     row = seen.page.locator(f'#ended tr[data-opens="{transfer}"]')
     await expect(row).to_contain_text("settled", timeout=2 * WAIT_MS)  # it went on without the broker
 

@@ -1,6 +1,6 @@
 """The durable queue over a real broker: what it offers again, what nobody could end, and what is cancelled in it.
 
-Instance b reads at 1 MB/s, so that its transfers can be seen running. The test plays whoever took a request before b,
+Instance b reads at 0.5 MB/s, so that its transfers can be seen running. The test plays whoever took a request before b,
 or instead of it: it takes from b's own consumer.
 """
 
@@ -34,15 +34,15 @@ from kvbus.roles.intake import FETCH_MOST
 from kvbus.roles.offer_book import OFFERS_MAX
 from kvbus.topics import Command
 from kvbus.transport import Delivery, Stored, Work
-from tests.flow.town import OUTCOME_S, TOPICS, Town, as_text, prompt, town
+from tests.flow.town import ANSWER_S, OUTCOME_S, TOPICS, Town, as_text, prompt, town
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 SLOW_BLOCKS = 36
-"""2.4 MB at 1 MB/s."""
-OFFER_S = 30.0
-"""A request is offered again ten seconds after the last sign of life; three of those."""
+"""2.4 MB at 0.5 MB/s."""
+OFFER_S = 60.0
+"""A request is offered again ten seconds after the last sign of life; six of those."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,7 +50,7 @@ async def pair(folder: Path) -> AsyncIterator[Town]:
     async with town(folder) as running:
         await asyncio.gather(
             running.start("a", backend="memory"),
-            running.start("b", backend="memory", allow=["a"], rate_limit_bytes_s=1_000_000),
+            running.start("b", backend="memory", allow=["a"], rate_limit_bytes_s=500_000),
         )
         yield running
 
@@ -89,6 +89,17 @@ async def queue(pair: Town, asked: TransferRequested, data: bytes = b"", request
     return subject
 
 
+async def b_killed(pair: Town) -> None:
+    """End b, and see that the broker knows it: what is queued from now on is offered to nobody who is dead."""
+    pair.workers["b"].kill()
+
+    async def nobody_waits() -> bool:
+        answer = await pair.bus.ask(f"$JS.API.CONSUMER.INFO.KVB_TRANSFER.{work_consumer_of('b')}", b"", wait_s=ANSWER_S)
+        return bool(json.loads(answer)["num_waiting"] == 0)
+
+    await until(nobody_waits, what="the broker has noticed that b is gone")
+
+
 async def take(pair: Town, wait_s: float = OFFER_S) -> Work:
     """Take the one request that b's queue offers, as a member of b would."""
     consumer = work_consumer_of("b")
@@ -99,7 +110,7 @@ async def take(pair: Town, wait_s: float = OFFER_S) -> Work:
 async def is_queued(pair: Town, subject: str) -> bool:
     """Whether the queue holds a request on this subject, running or not."""
     question = json.dumps({"subjects_filter": subject}).encode()
-    answer = json.loads(await pair.bus.ask("$JS.API.STREAM.INFO.KVB_TRANSFER", question, wait_s=5))
+    answer = json.loads(await pair.bus.ask("$JS.API.STREAM.INFO.KVB_TRANSFER", question, wait_s=ANSWER_S))
     return subject in (answer["state"].get("subjects") or {})
 
 
@@ -128,7 +139,7 @@ async def offered_and_dropped(pair: Town, times: int) -> None:
 # P23
 @pytest.mark.contract("P23")
 async def test_a_request_that_nobody_lived_to_end_ends_as_failed_and_leaves_the_queue(pair: Town) -> None:
-    pair.workers["b"].kill()
+    await b_killed(pair)
     told, asked = Told(), request("deadly")
     subscription = await pair.bus.subscribe(TOPICS.result("tester"), told)
     subject = await queue(pair, asked)
@@ -154,7 +165,7 @@ async def test_a_request_that_nobody_lived_to_end_ends_as_failed_and_leaves_the_
 
 # P23
 async def test_a_request_that_even_the_refusal_does_not_end_leaves_the_queue_unread(pair: Town) -> None:
-    pair.workers["b"].kill()
+    await b_killed(pair)
     asked = request("deadlier")
     subject = await queue(pair, asked)
     await offered_and_dropped(pair, OFFERS_MAX)
@@ -193,7 +204,7 @@ async def test_a_poisoned_request_ends_as_failed_and_its_requester_hears_it(pair
 @pytest.mark.contract("P22")
 async def test_a_request_that_ended_before_its_member_died_is_told_again_and_not_run(pair: Town) -> None:
     ids = prompt("ended, not taken off", 2)
-    pair.workers["b"].kill()
+    await b_killed(pair)
     told, asked = Told(), request("ended, not taken off")
     subject = await queue(pair, asked)
     assert (await take(pair)).attempt == 1  # the run that took it ends it, tells it, and dies before its last word
@@ -252,7 +263,7 @@ async def test_a_request_that_is_cancelled_in_the_queue_ends_as_cancelled_and_a_
     subscription = await pair.bus.subscribe(TOPICS.result("tester"), told)
     header = pair.header(asked)  # it was sent before the cancel, and comes behind it
     body = TransferCancelRequested(request_hash=asked.request_hash)
-    answer = await pair.bus.request(TOPICS.command("b", Command.CANCEL), pair.encoded(body), wait_s=10)
+    answer = await pair.bus.request(TOPICS.command("b", Command.CANCEL), pair.encoded(body), wait_s=ANSWER_S)
     assert isinstance(answer, bytes)
 
     await queue(pair, asked, encode(header, asked))
@@ -299,12 +310,14 @@ async def test_the_queue_offers_without_end_and_holds_more_than_may_run_also_whe
     filter_, consumer = TOPICS.transfer_filter("c"), work_consumer_of("c")
     old = {**work_consumer(consumer, filter_, WorkLimits()), "max_deliver": 3}
     asked = json.dumps({"stream_name": "KVB_TRANSFER", "config": old}).encode()
-    made = json.loads(await pair.bus.ask(f"$JS.API.CONSUMER.CREATE.KVB_TRANSFER.{consumer}.{filter_}", asked, wait_s=5))
+    create = f"$JS.API.CONSUMER.CREATE.KVB_TRANSFER.{consumer}.{filter_}"
+    made = json.loads(await pair.bus.ask(create, asked, wait_s=ANSWER_S))
     assert made["config"]["max_deliver"] == 3
 
     await pair.start("c", backend="memory", allow=["a"], inflight_max=7)
     assert (await pair.stage(prompt("older consumer", 2), destination="c")).outcome == "settled"
 
-    found = json.loads(await pair.bus.ask(f"$JS.API.CONSUMER.INFO.KVB_TRANSFER.{consumer}", b"", wait_s=5))["config"]
+    told = await pair.bus.ask(f"$JS.API.CONSUMER.INFO.KVB_TRANSFER.{consumer}", b"", wait_s=ANSWER_S)
+    found = json.loads(told)["config"]
     assert (found["max_deliver"], found["max_ack_pending"]) == (-1, 7 + FETCH_MOST)
     await pair.at_rest("c")

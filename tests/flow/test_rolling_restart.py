@@ -97,13 +97,13 @@ def settled_since(load: Load) -> Callable[[], bool]:
 async def test_no_request_fails_and_no_answer_is_wrong_while_all_instances_are_restarted(three: Town) -> None:
     load = Load(three)
     asking = asyncio.create_task(load.run())
-    await until(settled_since(load), 60, what="requests settle before the restarts")
+    await until(settled_since(load), 100, what="requests settle before the restarts")
     for name in NAMES:
         three.workers[name].signal(signal.SIGTERM)
-        await until(lambda name=name: not three.workers[name].alive, 30, what=f"{name} has ended")  # type: ignore[misc]
+        await until(lambda name=name: not three.workers[name].alive, 60, what=f"{name} has ended")  # type: ignore[misc]
         assert three.workers[name].process.returncode == 0
         await three.start_again(name)
-        await until(settled_since(load), 60, what=f"requests settle after the restart of {name}")
+        await until(settled_since(load), 100, what=f"requests settle after the restart of {name}")
     asking.cancel()
     await until(lambda: not load.tasks, PATIENCE_S + 60, what="all requests have ended")
 

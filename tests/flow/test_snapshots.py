@@ -16,7 +16,7 @@ from kvbus.ledger.facts import Fact
 from kvbus.subscriber import Lagged, Seen, Subscriber
 from kvbus.topics import Query
 from tests.flow.pool_eye import eye_on
-from tests.flow.town import OUTCOME_S, TOPICS, Town, prompt, town
+from tests.flow.town import ANSWER_S, OUTCOME_S, TOPICS, Town, prompt, town
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -77,7 +77,7 @@ async def held_by(pair: Town, name: str) -> dict[int, int]:
     """The leases of a worker with their bits, asked of itself."""
     subject, found, after = TOPICS.query(name, Query.SNAPSHOT, "m0"), dict[int, int](), 0
     while True:
-        data = await pair.bus.request(subject, pair.encoded(SnapshotAsked(after=after)), wait_s=10)
+        data = await pair.bus.request(subject, pair.encoded(SnapshotAsked(after=after)), wait_s=ANSWER_S)
         assert isinstance(data, bytes)
         body = decode(data).body
         assert isinstance(body, SnapshotTaken)
@@ -88,16 +88,18 @@ async def held_by(pair: Town, name: str) -> dict[int, int]:
 
 
 async def halfway(pair: Town, name: str) -> str:
+    eye = await eye_on(pair, "b")
     handle = await pair.ask(prompt(name, BLOCKS))
-    verdict = await handle.verdict()
+    verdict = await handle.verdict(OUTCOME_S)
     assert verdict.verdict == "accepted", verdict
-    await (await eye_on(pair, "b")).until_row(verdict.transfer, 5)
+    await eye.until_row(verdict.transfer, 5)
     return verdict.transfer
 
 
 async def test_a_worker_says_what_it_holds_when_it_is_asked(pair: Town) -> None:
     transfer = await halfway(pair, "asked")
-    data = await pair.bus.request(TOPICS.query("b", Query.SNAPSHOT, "m0"), pair.encoded(SnapshotAsked()), wait_s=10)
+    subject = TOPICS.query("b", Query.SNAPSHOT, "m0")
+    data = await pair.bus.request(subject, pair.encoded(SnapshotAsked()), wait_s=ANSWER_S)
     assert isinstance(data, bytes)
     body = decode(data).body
     assert isinstance(body, SnapshotTaken)
@@ -119,13 +121,13 @@ async def test_a_stream_that_was_lost_is_answered_by_each_worker_and_a_follower_
     pair.broker.kill()
     shutil.rmtree(pair.broker.folder / "store")
     await pair.broker.start()
-    await until(lambda: pair.bus.health().connected, 20)
+    await until(lambda: pair.bus.health().connected)
     await pair.bus.ensure_assets()
 
     def told() -> bool:
         return {event.header.i for event in books.snapshots} >= {"a", "b"}
 
-    await until(told, 30, what="both have told their state anew")
+    await until(told, what="both have told their state anew")
     assert any(lag.lost for lag in books.lags)
     first = {event.header.i: event.body for event in reversed(books.snapshots)}
     for instance, direction in (("a", "read"), ("b", "write")):
@@ -140,7 +142,7 @@ async def test_a_stream_that_was_lost_is_answered_by_each_worker_and_a_follower_
             return False
 
     await until(ended, OUTCOME_S, what="the transfer has ended at both")
-    await until(lambda: not books.out, 20, what="the follower knows that nothing is out any more")
+    await until(lambda: not books.out, what="the follower knows that nothing is out any more")
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     assert (await pair.stats("b"))["snapshots"] == (await pair.stats("a"))["snapshots"] == 1

@@ -18,7 +18,7 @@ from tests.flow.town import as_text, prompt
 from tests.waiting import until
 
 STREAM = "KVB_TRANSFER"
-CLUSTER_S = 60.0
+CLUSTER_S = 100.0
 """Three nodes that start on a busy host, and streams on each of them."""
 
 

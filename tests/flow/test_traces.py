@@ -108,6 +108,11 @@ async def stage(
     return outcome
 
 
+def named(exporter: InMemorySpanExporter) -> set[str]:
+    """The names of the spans that have ended."""
+    return {span.name for span in exporter.get_finished_spans()}
+
+
 def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     """The spans that have ended; each name once."""
     found = exporter.get_finished_spans()
@@ -133,7 +138,7 @@ async def test_a_transfer_is_one_trace_on_both_sides_with_each_step_below_its_ca
 ) -> None:
     outcome = await stage(pair, prompt("traced", 3), CALLER)
     assert outcome.outcome == "settled"
-    await until(lambda: "kvbus.lend" in {span.name for span in spans.get_finished_spans()})
+    await until(lambda: named(spans) >= {"kvbus.lend", *DESTINATION}, what="both sides have ended")
 
     found = by_name(spans)
     assert set(found) == {"kvbus.request", "kvbus.lend", *DESTINATION}
@@ -172,7 +177,7 @@ async def test_a_transfer_that_fails_is_an_error_and_says_why_on_both_sides(
 ) -> None:
     outcome = await stage(pair, prompt("missing", 2), CALLER, on_miss="fail")
     assert outcome.outcome == "failed"
-    await until(lambda: "kvbus.lend" in {span.name for span in spans.get_finished_spans()})
+    await until(lambda: named(spans) >= {"kvbus.transfer", "kvbus.lend"}, what="both sides have ended")
 
     found = by_name(spans)
     for name in ("kvbus.transfer", "kvbus.lend"):
@@ -189,7 +194,7 @@ async def test_a_malformed_traceparent_fails_no_request_and_belongs_to_no_trace(
         outcome = await stage(pair, prompt(traceparent, 1), traceparent)
 
         assert outcome.outcome == "settled", traceparent
-        await until(lambda: "kvbus.lend" in {span.name for span in spans.get_finished_spans()})
+        await until(lambda: named(spans) >= {"kvbus.lend", *DESTINATION}, what="both sides have ended")
         found = by_name(spans)
         assert ids(found["kvbus.request"])[2] == "", "the first of a trace of its own"
         assert len({ids(span)[0] for span in found.values()}) == 1
@@ -198,14 +203,18 @@ async def test_a_malformed_traceparent_fails_no_request_and_belongs_to_no_trace(
 
 async def test_a_caller_over_http_finds_its_trace_on_both_sides(pair: NatsBus, spans: InMemorySpanExporter) -> None:
     settings = checked_gateway_settings(source_allow="a", instances=("b",))
-    async with running(settings, pair, Topics()) as parts, served(parts) as url, httpx.AsyncClient() as client:
+    async with (
+        running(settings, pair, Topics()) as parts,
+        served(parts) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         body = {"source": "a", "prompt": as_text(prompt("http", 2))}
         answer = await client.post(f"{url}/v1/kv_transfer", json=body, headers={"traceparent": CALLER})
         assert answer.status_code == 202, answer.text
         wanted = f"{url}/v1/kv_transfer/{answer.json()['request_hash']}?wait_s=20"
         looked = await client.get(wanted, headers={"traceparent": "malformed"})
         assert looked.json()["status"] == "transferred", looked.text
-        await until(lambda: "kvbus.lend" in {span.name for span in spans.get_finished_spans()})
+        await until(lambda: named(spans) >= {"kvbus.lend", *DESTINATION}, what="both sides have ended")
 
     found = by_name(spans)
     post, get = found["HTTP POST"], found["HTTP GET"]

@@ -23,7 +23,7 @@ from kvbus.parts import Body, Prompt
 from kvbus.processes import identity
 from kvbus.topics import Command
 from kvbus.transport import NoAnswer, Stored
-from tests.flow.town import OUTCOME_S, TOPICS, Town, prompt, town
+from tests.flow.town import ANSWER_S, OUTCOME_S, TOPICS, Town, prompt, town
 from tests.versions import later_major, later_minor, unknown_kind
 from tests.waiting import until
 
@@ -57,7 +57,7 @@ async def queue(pair: Town, asked: TransferRequested, data: bytes) -> None:
 
 
 async def to_source(
-    pair: Town, version: Callable[[bytes], bytes], body: Body, *, wait_s: float = 10
+    pair: Town, version: Callable[[bytes], bytes], body: Body, *, wait_s: float = ANSWER_S
 ) -> bytes | NoAnswer:
     """What the source answers to a message of a reader of that version."""
     data = version(pair.encoded(body, member="m0", epoch=KEY.epoch))
@@ -84,7 +84,8 @@ async def test_a_request_of_a_later_minor_version_is_served_from_the_queue(pair:
 
 async def test_questions_of_a_later_minor_version_are_answered(pair: Town) -> None:
     asked = request("asked directly")
-    data = await pair.bus.request(TOPICS.command("b", Command.TRANSFER), later_minor(pair.encoded(asked)), wait_s=10)
+    said = later_minor(pair.encoded(asked))
+    data = await pair.bus.request(TOPICS.command("b", Command.TRANSFER), said, wait_s=ANSWER_S)
     assert isinstance(data, bytes)
     verdict = decode(data).body
     assert isinstance(verdict, TransferVerdict)

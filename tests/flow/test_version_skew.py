@@ -46,7 +46,7 @@ async def test_members_of_two_minor_versions_agree_on_a_transfer_from_a_later_so
 async def restart(running: Town, name: str) -> None:
     """Restart one instance, as what its program is now."""
     running.workers[name].signal(signal.SIGTERM)
-    await until(lambda: not running.workers[name].alive, 30, what=f"{name} has ended")
+    await until(lambda: not running.workers[name].alive, 60, what=f"{name} has ended")
     await running.start_again(name)
 
 

@@ -175,7 +175,7 @@ async def test_three_hundred_mixed_requests_are_answered_right_and_leave_nothing
     assert not wrong, wrong[:3]
     assert moved[-1] > 3
     for name, server in servers.vllm.items():
-        await until(partial(asyncio.to_thread, server.is_empty), 30, what=f"all blocks of vLLM {name} are free")
+        await until(partial(asyncio.to_thread, server.is_empty), what=f"all blocks of vLLM {name} are free")
         log = server.log.read_text()
         assert not [word for word in TROUBLE if word in log]
     await servers.town.at_rest()

@@ -13,9 +13,9 @@ from tests.flow.vllm_servers import PYTHON, ROOT, environment, require_vllm
 from tests.tiny_llama import make_tiny_llama
 from tests.waiting import until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(650)]
 
-LIMIT_S = 300.0
+LIMIT_S = 500.0
 
 
 async def test_a_real_scheduler_gets_every_block_back_and_preempted_requests_are_answered_right() -> None:
@@ -26,7 +26,7 @@ async def test_a_real_scheduler_gets_every_block_back_and_preempted_requests_are
         async with town(folder) as running:
             arguments = ["--instance", "a", "--engine", "vllm", "--pages", "256", "--backend", "memory"]
             worker = running.workers["a"] = running._spawn("a", arguments)
-            await until(worker.socket.exists, 30)
+            await until(worker.socket.exists, 100)
             found = await asyncio.to_thread(run_one, model, worker.socket)
             await running.at_rest("a")
 

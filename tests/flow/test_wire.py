@@ -1,6 +1,7 @@
 """All that travels over a real broker is what the table of channels says, and all that the table says travels."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from kvbus.events import (
     SnapshotTaken,
     StatsAsked,
 )
+from kvbus.ledger.agreement import Decision, Party
 from kvbus.roles.block_bridge import BlockBridge, BridgeSettings
+from kvbus.roles.recorder import Recorder
 from kvbus.topics import Command, Query
 from tests.flow.members import MEMBERS, kinds, leader
-from tests.flow.town import OUTCOME_S, PAGE_BYTES, TOPICS, Town, prompt, town
+from tests.flow.town import ANSWER_S, OUTCOME_S, PAGE_BYTES, TOPICS, Town, prompt, town
 from tests.flow.wire_tap import tapped
 from tests.unit.helpers.vllm_publisher import VllmPublisher
 from tests.waiting import until
@@ -30,8 +33,8 @@ from tests.wire_table import ANSWERED, SENT, Overheard, is_ours
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 BLOCKS = 40
-RATE_BYTES_S = 8 * PAGE_BYTES
-"""Five seconds for a prompt of so many blocks: time to ask for it again, and to cancel it."""
+RATE_BYTES_S = 4 * PAGE_BYTES
+"""Ten seconds for a prompt of so many blocks: time to ask for it again, and to cancel it."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -82,18 +85,20 @@ async def everything_happens(running: Town) -> None:
     await running.stats("b")
     cache = TOPICS.command("b", Command.CACHE, "m0")
     for question in (CacheAsked(), CacheChangeAsked(action="forget")):
-        assert isinstance(await running.bus.request(cache, running.encoded(question), wait_s=10), bytes)
+        assert isinstance(await running.bus.request(cache, running.encoded(question), wait_s=ANSWER_S), bytes)
     drain = TOPICS.command("b", Command.DRAIN, "m0")
-    assert isinstance(await running.bus.request(drain, running.encoded(DrainAsked()), wait_s=10), bytes)
+    assert isinstance(await running.bus.request(drain, running.encoded(DrainAsked()), wait_s=ANSWER_S), bytes)
     prefix = PrefixAsked(name=b"p" * 16, fingerprint=running.registered["b/m0"].record.fingerprint)
     data = running.encoded(prefix, speaker="b", member="m0", epoch=running.registered["b/m0"].epoch)
-    assert isinstance(await running.bus.request(TOPICS.command("a", Command.LEASE, "m0"), data, wait_s=10), bytes)
+    assert isinstance(await running.bus.request(TOPICS.command("a", Command.LEASE, "m0"), data, wait_s=ANSWER_S), bytes)
     stats = running.encoded(StatsAsked())
-    assert isinstance(await running.bus.request(TOPICS.query("b", Query.STATS, "m0"), stats, wait_s=10), bytes)
+    assert isinstance(await running.bus.request(TOPICS.query("b", Query.STATS, "m0"), stats, wait_s=ANSWER_S), bytes)
     asked = running.encoded(SnapshotAsked())
-    assert isinstance(await running.bus.request(TOPICS.query("b", Query.SNAPSHOT, "m0"), asked, wait_s=10), bytes)
+    assert isinstance(await running.bus.request(TOPICS.query("b", Query.SNAPSHOT, "m0"), asked, wait_s=ANSWER_S), bytes)
     await bridged(running)
-    await running.bus.ask("$JS.API.STREAM.DELETE.KVB_FACTS", b"", wait_s=5)  # what was told is gone: it begins again
+    await decided_together(running)
+    # What was told is gone: it begins again.
+    await running.bus.ask("$JS.API.STREAM.DELETE.KVB_FACTS", b"", wait_s=ANSWER_S)
     await running.bus.ensure_assets()
     assert (await running.stage(prompt("begins again", 2))).outcome == "settled"
 
@@ -112,6 +117,17 @@ async def bridged(running: Town) -> None:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         await bridge.give_up("it was told to stop")
+
+
+async def decided_together(running: Town) -> None:
+    """An instance with one member decides more than once while the broker is busy."""
+    recorder = Recorder(bus=running.bus, topics=TOPICS, instance="alone", member="m0", epoch=1, unix_ns=time.time_ns)
+    for number in (1, 2):
+        recorder.decision(Decision("open", f"t{number}", 1, number, "", (Party("m0", 1, 0, number),)))
+    working = asyncio.create_task(recorder.run())
+    assert await recorder.flush(OUTCOME_S)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
 
 
 async def test_every_kind_is_sent_on_the_channels_that_the_table_says_and_on_no_others(heard: Overheard) -> None:

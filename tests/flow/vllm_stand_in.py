@@ -130,7 +130,7 @@ def ended(mover: Mover) -> object:
         found.extend(mover.take_ended())
         return bool(found)
 
-    wait_until(has_ended, 20)
+    wait_until(has_ended)
     (one,) = found
     return list(one.failed) if isinstance(one, Loaded) else "stored"
 

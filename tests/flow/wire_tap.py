@@ -19,7 +19,7 @@ async def tapped(broker: EmbeddedBroker, hear: Hear) -> AsyncIterator[None]:
     listening = asyncio.Event()
     task = asyncio.create_task(_read(reader, writer, hear, listening))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await listening.wait()
         yield
     finally:

@@ -27,7 +27,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 3 << 32 | 0xBEEF
-CLOSE_S = 30.0
+CLOSE_S = 60.0
 """An engine ends within five seconds; a busy machine takes its time to run it at all."""
 TOY: dict[str, object] = {"block_tokens": 8, "page_bytes": 4096, "work_rounds": 4, "tokens_max": 2048}
 PROMPT = "The worker is the truth about its memory; the bus carries reports. " * 3
@@ -206,7 +206,7 @@ class Worker:
         return process
 
     async def start_engine(
-        self, engine: str = "toy", options: Mapping[str, object] = TOY, deadline_s: float = 30.0
+        self, engine: str = "toy", options: Mapping[str, object] = TOY, deadline_s: float = 100.0
     ) -> "subprocess.Popen[bytes]":
         """Start an engine process and return once it has attached."""
         before = len(self.attached)
@@ -236,7 +236,7 @@ async def worker_with(folder: Path, pages: int = 64) -> AsyncIterator[Worker]:
         for process in worker.processes:
             if not ended:
                 process.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(process.wait, 10)
+            await asyncio.to_thread(process.wait, CLOSE_S)
     if worker.desk.lender is not None:
         worker.desk.check_nothing_held()
 

@@ -175,10 +175,10 @@ class Stage:
         assert answered.status_code == 200, answered.text
         return dict(answered.json())
 
-    async def record(self, request_hash: str, wait_s: float = 10) -> dict[str, object]:
+    async def record(self, request_hash: str, wait_s: float = 30) -> dict[str, object]:
         """Where a request is, once it has ended."""
         answered = await self.client.get(
-            f"/instances/b/v1/kv_transfer/{request_hash}", params={"wait_s": wait_s}, timeout=30
+            f"/instances/b/v1/kv_transfer/{request_hash}", params={"wait_s": wait_s}, timeout=100
         )
         assert answered.status_code == 200, answered.text
         return dict(answered.json())
@@ -206,7 +206,7 @@ async def stage(
         async with (
             running(checked, bus, TOPICS) as parts,
             served(parts) as url,
-            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
         ):
             await until(lambda: parts.feed.listening, what="the facts are heard")
             yield Stage(parts, url, client, bus, played)

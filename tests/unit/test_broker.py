@@ -94,6 +94,23 @@ async def test_a_server_that_ends_while_it_starts_shows_its_log(tmp_path: Path) 
     assert "planted trouble" in str(refused.value.details["log"])
 
 
+async def test_a_start_that_is_given_up_while_the_server_is_made_leaves_no_server(tmp_path: Path) -> None:
+    made, go, script = tmp_path / "made", tmp_path / "go", tmp_path / "server"
+    os.mkfifo(go)
+    script.write_text(f'#!/bin/sh\ncase $1 in -t) touch {made}; cat {go}; exit 0;; esac\nexec {find_server()} "$@"\n')
+    script.chmod(0o755)
+    broker = EmbeddedBroker(tmp_path / "broker", binary=str(script))
+    starting = asyncio.ensure_future(broker.start())
+    await until(made.exists)
+    starting.cancel()
+    await asyncio.to_thread(go.write_text, "go")
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert broker.pid is None
+    async with EmbeddedBroker.started(broker.folder) as next_one:  # nobody holds the folder
+        assert next_one.pid
+
+
 def test_without_any_binary_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_server().name == "nats-server"
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))

@@ -46,6 +46,22 @@ async def test_a_wait_ends_at_its_bound_and_leaves_nothing_behind() -> None:
     assert answers._waiting == {}
 
 
+async def test_an_answer_that_has_arrived_by_the_bound_is_taken_though_the_timer_comes_first() -> None:
+    answers: Answers[str] = Answers()
+    loop = asyncio.get_running_loop()
+    with answers.expected() as (token, waiting):
+
+        def on_its_way(steps: int) -> None:  # from the socket through a reader, a parser and a queue
+            if steps:
+                loop.call_soon(on_its_way, steps - 1)
+            else:
+                answers.take(token, "in time")
+
+        asking = asyncio.ensure_future(first(waiting, 0.0, nothing_in_vain()))
+        loop.call_soon(on_its_way, 8)
+        assert await asking == "in time"
+
+
 async def test_a_wait_ends_as_soon_as_it_is_in_vain() -> None:
     answers: Answers[str] = Answers()
     in_vain = nothing_in_vain()

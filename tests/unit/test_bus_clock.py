@@ -1,5 +1,6 @@
 """How long a request has waited is told by the broker's clock, whatever the clocks of hosts show."""
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -66,14 +67,15 @@ async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[B
 
 
 async def take(bus: Bus) -> Work:
-    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=5)
+    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=30)
     return work
 
 
 async def test_work_says_how_long_it_has_waited(bus: Bus) -> None:
+    began = time.monotonic()
     await bus.store(TOPICS.transfer("b", HASH), b"x", message_id="x")
     fresh = await take(bus)
-    assert 0 <= fresh.waited_s < AGE_CERTAIN_S
+    assert 0 <= fresh.waited_s < time.monotonic() - began + AGE_CERTAIN_S
 
     await fresh.give_back(AGE_CERTAIN_S + 0.2)
     again: list[Work] = []
@@ -82,7 +84,7 @@ async def test_work_says_how_long_it_has_waited(bus: Bus) -> None:
         again.extend(await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=1))
         return bool(again)
 
-    await until(offered, 10)
+    await until(offered)
     assert again[0].attempt == 2
-    assert AGE_CERTAIN_S < again[0].waited_s < 10
+    assert AGE_CERTAIN_S < again[0].waited_s < time.monotonic() - began + AGE_CERTAIN_S
     await again[0].finish()

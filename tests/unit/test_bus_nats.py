@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -62,7 +63,7 @@ async def test_connecting_to_nothing_says_where_it_looked_and_what_to_do() -> No
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         with pytest.raises(BusError, match=r"kvbus up.*--nats URL") as refused:
-            await within(NatsBus.connect(f"nats://secret@127.0.0.1:{port}", name="t"), 10)
+            await within(NatsBus.connect(f"nats://secret@127.0.0.1:{port}", name="t"), 60)
     assert refused.value.details["broker"] == f"nats://127.0.0.1:{port}"
     assert "5 s" in str(refused.value.details["tried"])
     assert "secret" not in str(refused.value)
@@ -74,7 +75,7 @@ async def test_connecting_to_something_that_never_speaks_ends_too() -> None:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         with pytest.raises(BusError, match="no broker answers"):
-            await within(NatsBus.connect(f"nats://127.0.0.1:{mute.getsockname()[1]}", name="t"), 10)
+            await within(NatsBus.connect(f"nats://127.0.0.1:{mute.getsockname()[1]}", name="t"), 60)
 
 
 async def test_wrong_credentials_are_named_as_such(broker: EmbeddedBroker) -> None:
@@ -104,7 +105,7 @@ async def test_killing_the_broker_loses_nothing_that_it_confirmed(bus: NatsBus, 
     assert await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=0.1) == []
     await broker.start()
     for number in range(50):
-        await until(partial(stored, bus, "kv.facts.a", f"after {number}"), 20)
+        await until(partial(stored, bus, "kv.facts.a", f"after {number}"))
     held = [delivery.data.decode() for delivery in await bus.history("kv.facts.*")]
     assert held == confirmed + [f"after {number}" for number in range(50)]
     await until(lambda: b"after 49" in live)
@@ -113,7 +114,7 @@ async def test_killing_the_broker_loses_nothing_that_it_confirmed(bus: NatsBus, 
 
 async def test_work_taken_before_an_outage_can_be_finished_after_it(bus: NatsBus, broker: EmbeddedBroker) -> None:
     await bus.store(TOPICS.transfer("b", HASH), b"x", message_id="x")
-    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=5)
+    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=30)
     broker.kill()
     await until(lambda: not bus.health().connected)
     with pytest.raises(BusError):
@@ -128,9 +129,9 @@ async def test_work_taken_before_an_outage_can_be_finished_after_it(bus: NatsBus
             return False
         return True
 
-    await until(finished, 30)
+    await until(finished)
     assert isinstance(await bus.store(TOPICS.transfer("b", HASH), b"y", message_id="y"), Stored)
-    taken = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=5)
+    taken = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=4, wait_s=30)
     assert [(again.delivery.data, again.attempt) for again in taken] == [(b"y", 1)]
 
 
@@ -146,7 +147,7 @@ async def test_a_client_that_was_closed_for_good_is_replaced_with_its_subscripti
     await bus.subscribe("kv.hb.a", hear)
     await bus.respond("kv.cmd.b.lease", answer)
     await bus.store(TOPICS.transfer("b", HASH), b"x", message_id="x")
-    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=5)
+    (work,) = await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=30)
     for round_ in range(2):
         client = bus._link.client
         client._max_payload = 8 << 20  # past the guard: the broker answers with an error that ends the client
@@ -156,7 +157,7 @@ async def test_a_client_that_was_closed_for_good_is_replaced_with_its_subscripti
         assert bus.health().connected
         await bus.publish("kv.hb.a", b"%d" % round_)
         await until(partial(heard.__contains__, b"%d" % round_))
-        assert await bus.request("kv.cmd.b.lease", b"ping", wait_s=5) == b"ping"
+        assert await bus.request("kv.cmd.b.lease", b"ping", wait_s=30) == b"ping"
     await work.finish()  # an ack outlives the connection by which its message came
     assert await bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=0.1) == []
 
@@ -175,7 +176,7 @@ async def test_a_client_that_closed_while_the_broker_is_away_is_replaced_once_it
     await client.close()
     await until(lambda: not bus.health().connected)
     await broker.start()
-    await until(partial(stored, bus, "kv.facts.a", "x"), 20)
+    await until(partial(stored, bus, "kv.facts.a", "x"))
     await until(lambda: heard == [b"x"])
 
 
@@ -218,7 +219,7 @@ async def test_closing_does_not_wait_for_work_that_nobody_takes(bus: NatsBus) ->
     started_at = asyncio.get_running_loop().time()
     await bus.close()
     assert await taking == []
-    assert asyncio.get_running_loop().time() - started_at < 10, "it sat the whole wait out"
+    assert asyncio.get_running_loop().time() - started_at < 50, "it sat the whole wait out"
 
 
 async def test_assets_are_made_once_and_by_whoever_comes_first(connect: Connect) -> None:
@@ -230,7 +231,7 @@ async def test_assets_are_made_once_and_by_whoever_comes_first(connect: Connect)
 async def test_an_asset_of_another_shape_is_named_with_field_found_and_expected(bus: NatsBus) -> None:
     wanted = next(one for one in Assets(TOPICS, EMBEDDED).streams() if one["name"] == "KVB_FACTS")
     changed = json.dumps(wanted | {"max_age": 60_000_000_000, "duplicate_window": 60_000_000_000}).encode()
-    await bus.ask("$JS.API.STREAM.UPDATE.KVB_FACTS", changed, wait_s=5)
+    await bus.ask("$JS.API.STREAM.UPDATE.KVB_FACTS", changed, wait_s=30)
     await bus.store("kv.facts.a", b"x", message_id="x")
     with pytest.raises(ConfigError) as refused:
         await bus.ensure_assets()
@@ -238,6 +239,30 @@ async def test_an_asset_of_another_shape_is_named_with_field_found_and_expected(
     assert (details["stream"], details["field"]) == ("KVB_FACTS", "max_age")
     assert (details["found"], details["expected"]) == (60_000_000_000, 3_600_000_000_000)
     assert len(await bus.history("kv.facts.*")) == 1, "ensure deletes nothing"
+
+
+async def test_logs_are_kept_for_as_long_as_an_operator_asks_and_never_for_less_than_before(
+    bus: NatsBus, broker: EmbeddedBroker
+) -> None:
+    async def kept_h() -> dict[str, float]:
+        names = ("KVB_FACTS", "KVB_SETTLE", "KVB_BLOCKS", "KVB_TRANSFER")
+        told = {name: json.loads(await bus.ask(f"$JS.API.STREAM.INFO.{name}", b"", wait_s=30)) for name in names}
+        return {name: one["config"]["max_age"] / 3_600e9 for name, one in told.items()}
+
+    await bus.store("kv.facts.a", b"x", message_id="x")
+    assert await kept_h() == {"KVB_FACTS": 1, "KVB_SETTLE": 1, "KVB_BLOCKS": 0, "KVB_TRANSFER": 1 / 6}
+    for hours, expected in ((24, 24), (1, 24), (48, 48)):
+        limits = replace(EMBEDDED, keep_hours=hours)
+        other = await NatsBus.connect(broker.url, name="t", token=broker.token, limits=limits)
+        try:
+            await other.ensure_assets()
+        finally:
+            await other.close()
+        assert await kept_h() == {
+            "KVB_FACTS": expected, "KVB_SETTLE": expected, "KVB_BLOCKS": 0, "KVB_TRANSFER": 1 / 6,
+        }  # fmt: skip
+    await bus.ensure_assets()
+    assert [one.data for one in await bus.history("kv.facts.a")] == [b"x"]
 
 
 async def test_a_broker_without_the_assets_says_so(connect: Connect) -> None:
@@ -273,7 +298,7 @@ async def test_an_instance_that_is_not_refreshed_expires_with_its_bucket_and_may
         return await bus.get(BUCKET_INSTANCES, "a") is None
 
     assert not await is_gone()
-    await until(is_gone, 3 * INSTANCE_TTL_S)
+    await until(is_gone, 6 * INSTANCE_TTL_S)
     assert await bus.keys(BUCKET_INSTANCES) == []
     assert await bus.compare_and_set(BUCKET_INSTANCES, "a", b"2", revision=0)
     assert await bus.get(BUCKET_EPOCH, "a") is not None
@@ -286,7 +311,7 @@ async def test_a_term_that_outlived_its_stream_refuses_its_owner_and_lets_a_zomb
 ) -> None:
     wanted = next(one for one in Assets(TOPICS, EMBEDDED).streams() if one["name"] == "KVB_SETTLE")
     short = json.dumps(wanted | {"max_age": 500_000_000, "duplicate_window": 500_000_000}).encode()
-    await bus.ask("$JS.API.STREAM.UPDATE.KVB_SETTLE", short, wait_s=5)
+    await bus.ask("$JS.API.STREAM.UPDATE.KVB_SETTLE", short, wait_s=30)
     zombie, log = await connect(), TOPICS.settle("a")
     assert await bus.store(log, b"term", message_id="1", after=0) == Stored(1, duplicate=False)
 

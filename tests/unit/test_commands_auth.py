@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import stat
 import subprocess
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import nats
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
-from kvbus.bus_access import DeniedError, TlsFiles, new_credential, read_credential
+from kvbus.bus_access import DeniedError, TlsFiles, is_exposed, new_credential, read_credential
 from kvbus.bus_assets import EMBEDDED, Assets
 from kvbus.cli import kvbus
 from kvbus.commands.auth import RULES, credential_path, rules, write_folder
@@ -25,12 +27,15 @@ from kvbus.errors import BusError, ConfigError, PeerError
 from kvbus.events import decode
 from kvbus.permissions import Role, User
 from kvbus.publisher import Publisher
+from kvbus.testing.cluster import free_ports
 from kvbus.topics import Command, Topics
 from kvbus.transport import BUCKET_INSTANCES, Delivery
 from tests.absent import absent
 from tests.waiting import until
 
 TOPICS = Topics()
+MANIFESTS = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+SOMEBODY_ELSE = 10_002
 OPERATOR = User(Role.OPERATOR, "operator")
 A, B = User(Role.INSTANCE, "a", ("m0", "m1")), User(Role.INSTANCE, "b", ("m0",))
 GATEWAY, DASH = User(Role.REQUESTER, "gateway"), User(Role.OBSERVER, "dash")
@@ -52,7 +57,8 @@ def keys(tmp_path: Path) -> Path:
 @pytest.fixture
 async def guarded(tmp_path: Path, keys: Path) -> AsyncIterator[EmbeddedBroker]:
     """A broker with users, streams and buckets."""
-    async with EmbeddedBroker.started(tmp_path / "broker", include=keys / RULES) as broker:
+    (port,) = free_ports(1)
+    async with EmbeddedBroker.started(tmp_path / "broker", port=port, include=keys / RULES) as broker:
         async with entered(broker, keys, OPERATOR) as bus:
             await bus.ensure_assets()
         yield broker
@@ -165,6 +171,37 @@ def test_a_credential_that_is_missing_or_that_others_may_read_is_refused(keys: P
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="it is no text"):
         read_credential(path)
+
+
+def modes_of_the_manifests() -> set[int]:
+    """The modes in which deploy/kubernetes mounts secrets; the kubelet gives the files to root and to our group."""
+    pods = [
+        one["spec"]["template"]["spec"]
+        for path in MANIFESTS.glob("*.yaml")
+        for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        if one and "template" in one.get("spec", {})
+    ]
+    volumes = [volume for pod in pods for volume in pod.get("volumes", [])]
+    return {volume["secret"]["defaultMode"] for volume in volumes if "secret" in volume}
+
+
+@pytest.mark.parametrize("mode", sorted(modes_of_the_manifests()), ids=oct)
+def test_a_credential_that_root_hands_to_our_group_is_read_in_the_mode_of_the_manifests(mode: int, keys: Path) -> None:
+    assert mode & stat.S_IRGRP, "without it the group that we are cannot read it"
+    assert not is_exposed(mode, is_ours=False)
+    assert is_exposed(mode, is_ours=True)
+    assert is_exposed(mode | stat.S_IWGRP, is_ours=False)
+    assert is_exposed(mode | stat.S_IROTH, is_ours=False)
+    path = credential_path(keys, A)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):  # ours, and open to our group
+        read_credential(path)
+    if os.geteuid() == 0:
+        os.chown(path, SOMEBODY_ELSE, -1)
+        assert read_credential(path).user == A
+        path.chmod(mode | stat.S_IROTH)
+        with pytest.raises(ConfigError, match="chmod 440"):
+            read_credential(path)
 
 
 def test_a_bare_seed_is_a_credential_that_does_not_say_whose_it_is(keys: Path) -> None:
@@ -290,10 +327,10 @@ async def test_a_bucket_that_was_made_with_that_door_open_is_shut_where_it_stand
     ):
         older = {**Assets(TOPICS, EMBEDDED).buckets()[0], "allow_rollup_hdrs": True}
         name = str(older["name"])
-        await bus.ask(f"$JS.API.STREAM.CREATE.{name}", json.dumps(older).encode(), wait_s=5)
+        await bus.ask(f"$JS.API.STREAM.CREATE.{name}", json.dumps(older).encode(), wait_s=30)
         await bus.put(BUCKET_INSTANCES, "a=2Fm0", b"x")
         await bus.ensure_assets()
-        answer = json.loads(await bus.ask(f"$JS.API.STREAM.INFO.{name}", b"", wait_s=5))
+        answer = json.loads(await bus.ask(f"$JS.API.STREAM.INFO.{name}", b"", wait_s=30))
         assert not answer["config"].get("allow_rollup_hdrs")
         assert await bus.keys(BUCKET_INSTANCES) == ["a=2Fm0"]
 
@@ -305,7 +342,7 @@ async def test_check_finds_a_right_too_many_and_one_too_few(guarded: EmbeddedBro
     def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, "-m", "kvbus", "auth", "check", "--nats", guarded.url, "--json", *arguments],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
 
     whole = check("--dir", str(keys))
@@ -327,7 +364,7 @@ async def test_check_finds_a_right_too_many_and_one_too_few(guarded: EmbeddedBro
         found[:] = [(line["subject"], line["found"]) for line in lines if not line["ok"]]
         return told.returncode == 1 and not document["ok"]
 
-    await until(shows, 30)
+    await until(shows)
     assert ("kv.hb.*", False) in found
     assert ("kv.transfer.*.*", True) in found
 
@@ -343,7 +380,7 @@ def certificates(tmp_path: Path) -> Path:
     folder.mkdir()
 
     def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True, timeout=150)
 
     new = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
     run(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem",

@@ -229,7 +229,25 @@ async def test_a_server_is_known_by_its_greeting_before_anybody_logs_in() -> Non
     assert found[2:] == ["something answers there, and it is no NATS server", "nothing listens there"]
 
 
+async def test_each_node_that_an_address_names_is_greeted_and_one_of_them_may_be_away() -> None:
+    greets = b"INFO " + json.dumps({"version": "2.11.1", "jetstream": True}).encode() + b"\r\n"
+    both, half, none = Notes("broker"), Notes("broker"), Notes("broker")
+    async with greeting(greets) as one:
+        async with greeting(greets) as two:
+            assert await check_server(both, f"{one}, {two}")
+        assert await check_server(half, f"{one},{two}")
+    assert not await check_server(none, f"{one},{two}")
+    told = [[(found.name, found.level) for found in notes.findings] for notes in (both, half, none)]
+    assert told == [
+        [("server", Level.OK), ("server", Level.OK), ("jetstream", Level.OK)],
+        [("server", Level.OK), ("server", Level.WARNING), ("jetstream", Level.OK)],
+        [("server", Level.WRONG), ("server", Level.WRONG)],
+    ]
+    assert is_well(half.findings)
+
+
 def test_a_screen_shows_no_password() -> None:
+    assert address_of("nats://user:secret@one:4222,nats://user:secret@two:4222") == "nats://one:4222,nats://two:4222"
     assert address_of("nats://user:secret@host:4222") == "nats://host:4222"
     assert address_of("token@host") == "host"
     assert address_of("nats://host:4222") == "nats://host:4222"
@@ -250,7 +268,7 @@ async def test_a_broker_without_streams_with_others_and_with_the_right_ones(tmp_
         assert {one.level for one in bare.findings if one.name != "streams"} <= {Level.OK, Level.WARNING}
 
         odd = {"name": "KVB_SETTLE", "subjects": ["kv.settle.*"], "retention": "limits", "max_age": 10**9}
-        await bus.ask("$JS.API.STREAM.CREATE.KVB_SETTLE", json.dumps(odd).encode(), wait_s=5)
+        await bus.ask("$JS.API.STREAM.CREATE.KVB_SETTLE", json.dumps(odd).encode(), wait_s=30)
         drifted = Notes("broker")
         assert not await check_assets(drifted, bus, "kv")
         found = by_name(drifted.findings)["KVB_SETTLE"]
@@ -258,7 +276,7 @@ async def test_a_broker_without_streams_with_others_and_with_the_right_ones(tmp_
         assert "max_age is 1000000000, needed 3600000000000" in found.found
         assert "KVB_SETTLE" not in by_name(drifted.findings)["streams"].found  # looked at, and not made anew
 
-        await bus.ask("$JS.API.STREAM.DELETE.KVB_SETTLE", b"", wait_s=5)
+        await bus.ask("$JS.API.STREAM.DELETE.KVB_SETTLE", b"", wait_s=30)
         await bus.ensure_assets()
         right = Notes("broker")
         assert await check_assets(right, bus, "kv")

@@ -80,11 +80,12 @@ async def look(folder: Path, counters: dict[str, Counted]) -> dict[str, Finding]
 
 @pytest.mark.parametrize("counted", [{"ways_failed_ucx": "the UCX thread has failed"}, {"ucx_stopped": 1}])
 async def test_a_member_that_broke_down_is_wrong_and_says_what_to_do(tmp_path: Path, counted: Counted) -> None:
-    well: Counted = {"ways_open_ucx": 1, "ucx_stopped": 0}
+    well: Counted = {"ways_open_ucx": 1, "ucx_stopped": 0, "ways_ucx_tls": "rc,tcp"}
     found = await look(tmp_path, {"a": {**well, **counted}, "b": well})
     assert (found["a/m0"].level, found["b/m0"].level) == (Level.WRONG, Level.OK)
     assert ("the UCX thread has failed" in found["a/m0"].found) is ("ways_failed_ucx" in counted)
     assert ("ucx is stopped" in found["a/m0"].found) is ("ucx_stopped" in counted)
     assert "start it again" in found["a/m0"].next_step
+    assert "UCX may take rc,tcp" in found["b/m0"].found
     broke_ways = "ways_failed_ucx" in counted
     assert (found["a → b"].level is Level.WRONG) is (found["b → a"].level is Level.WRONG) is broke_ways

@@ -35,7 +35,8 @@ from kvbus.events import (
 )
 from kvbus.ledger.facts import Evidence, Fact
 from kvbus.parts import Body
-from tests.tampering import Copy, id_in, turned_on
+from kvbus.topics import Family
+from tests.tampering import Copy, beginning, id_in, turned_on
 from tests.unit.story_parts import BEGAN_NS
 
 TRANSFER = "b-00000007-1"
@@ -473,3 +474,32 @@ def test_every_decision_has_a_line() -> None:
         ("void #6", "m1 gave its share up"),
     ]
     assert not any(turned_on(event, Fact.RETURNED) for event in trail.events)
+
+
+# --------------------------------------------------------------------------------------------- logs that begin late
+
+
+def cuts_of(record: Record) -> list[tuple[int, int]]:
+    """All pairs of places where both logs may begin."""
+    facts, settle = (sum(one.family is log for one in record.stored) for log in (Family.FACTS, Family.SETTLE))
+    return [(first, second) for first in range(facts + 1) for second in range(settle + 1) if first or second]
+
+
+def test_wherever_the_logs_of_several_members_begin_what_is_there_is_clean_since_then() -> None:
+    voided = opened()
+    voided.void()
+    for member in EPOCHS:
+        voided.give_up(member)
+    voided.go_on()
+    for record in (whole().record(), voided.record()):
+        for facts, settle in cuts_of(record):
+            result = audit(beginning(record, facts=facts, settle=settle))
+            assert result.verdict is Verdict.CLEAN_SINCE, (facts, settle, result.offences, result.reasons)
+
+
+def test_what_began_before_the_log_and_waits_for_its_decision_is_not_about_to_come_back() -> None:
+    record = opened().record()
+    assert len(clean(record).out) == 2
+    for facts, settle in cuts_of(record):
+        result = audit(beginning(record, facts=facts, settle=settle))
+        assert (result.verdict, result.reasons) == (Verdict.CLEAN_SINCE, ()), (facts, settle)

@@ -1,5 +1,6 @@
 """What `drain`, `migrate --evict` and `dump` may say and do: each on what somebody answered, none on silence alone."""
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -7,16 +8,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from kvbus.caching import CacheAnswered, CacheAsked, CacheChangeAsked, CacheChanged
 from kvbus.commands.drain import LEFT, Draining
 from kvbus.commands.dump import write
 from kvbus.commands.dumping import Dump
 from kvbus.commands.members import members_of
-from kvbus.commands.moving import Move, Moved, Mover
+from kvbus.commands.migrate import migrate
+from kvbus.commands.moving import Move, Moved, Mover, document
+from kvbus.commands.replicate import replicate
 from kvbus.draining import DrainAnswered, DrainAsked
-from kvbus.errors import ConfigError
+from kvbus.errors import BusError, ConfigError
 from kvbus.events import Header, InstanceRecord, decode, encode
 from kvbus.parts import Body
 from kvbus.prefixes import PrefixRow
@@ -25,7 +30,8 @@ from kvbus.publisher import Publisher
 from kvbus.roles.registry import registry_key
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Command, Topics
-from kvbus.transport import BUCKET_INSTANCES, Delivery, Subscription
+from kvbus.transport import BUCKET_INSTANCES, Delivery, NoAnswer, Subscription
+from tests.waiting import until
 
 TOPICS = Topics()
 LENDS = DrainAnswered(state="draining", leases_held=1)
@@ -150,6 +156,38 @@ async def test_a_member_that_held_nothing_has_left_once_nobody_has_listened_for_
     assert begun.states == {"m0": LEFT}
 
 
+async def looks(begun: Draining, times: int = 2) -> None:
+    """Let a drain look again, at least so often."""
+    shown: list[int] = []
+    waiting = asyncio.ensure_future(begun.wait(time.monotonic() + 600.0, lambda held, _text: shown.append(held)))
+    await until(lambda: len(shown) >= times or waiting.done())
+    waiting.cancel()
+    (ended,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert ended is None or isinstance(ended, asyncio.CancelledError), ended
+
+
+async def test_a_look_without_a_connection_has_failed_and_tells_nothing_of_a_member(broker: MemoryBroker) -> None:
+    now, bus = [100.0], broker.connect()
+    a = await there(broker, "a")
+    a.drains = DrainAnswered(state="leaving")
+    begun = Draining(bus, TOPICS, await members_of(bus, "a"), leaves=True, clock=lambda: now[0])
+    await begun.begin(DrainAsked(action="drain", leave=True))
+    await a.fall_silent()
+    await looks(begun)
+    bus.cut()
+    now[0] += 60.0
+    await looks(begun)
+    assert (begun.states, begun.ended) == ({"m0": "leaving"}, False)
+    assert "no connection" in str(begun.document("a", took_s=1.0)["unheard"])
+    assert next(begun.lines("a")).startswith("the last look failed")
+    bus.restore()
+    await looks(begun)
+    assert (begun.states, begun.unheard) == ({"m0": "leaving"}, ""), "its silence counts from now on"
+    now[0] += 60.0
+    await looks(begun, 600)
+    assert begun.states == {"m0": LEFT}
+
+
 async def test_a_member_that_cannot_be_asked_is_named_with_those_that_drain_already(broker: MemoryBroker) -> None:
     await there(broker, "a")
     await (await there(broker, "a", "m1")).fall_silent()
@@ -160,10 +198,25 @@ async def test_a_member_that_cannot_be_asked_is_named_with_those_that_drain_alre
 # ------------------------------------------------------------------------------------------------------------- migrate
 
 
+class FlickeringBus(MemoryBus):
+    """Loses its connection for each of some questions, by their number."""
+
+    lost: frozenset[int] = frozenset()
+    asked = 0
+
+    async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
+        """Ask, unless it is lost."""
+        self.asked += 1
+        if self.asked in self.lost:
+            raise BusError("no connection to the broker", broker="memory")
+        return await super().request(subject, data, wait_s=wait_s)
+
+
 @asynccontextmanager
-async def moved(broker: MemoryBroker) -> AsyncIterator[Mover]:
-    """Three prefixes that have settled at b, by what the transfers said."""
-    bus = broker.connect()
+async def moved(broker: MemoryBroker, *lost: int) -> AsyncIterator[Mover]:
+    """Three prefixes that have settled at b, by what the transfers said; the questions of these numbers are lost."""
+    bus = FlickeringBus(broker)
+    bus.lost = frozenset(lost)
     async with Publisher(bus=bus, topics=TOPICS) as publisher:
         mover = Mover(bus, TOPICS, publisher, "a", 1.0, member=(await members_of(bus, "a"))[0])
         mover.moved = [Moved(Move(PrefixRow(name=name, blocks=4, uses=1), "b"), 4, 256) for name in NAMES]
@@ -195,6 +248,46 @@ async def test_what_every_member_of_a_destination_holds_is_dropped_and_nothing_o
         assert await mover.evict() == 0
         assert {one.failure for one in mover.moved} == {"kept at a: b/m1 does not say what it holds of it"}
     assert a.evicted == [NAMES[0]]
+
+
+async def test_a_question_that_is_lost_fails_its_own_prefix_and_what_was_dropped_is_told(broker: MemoryBroker) -> None:
+    a, b = await there(broker, "a"), await there(broker, "b")
+    b.holds = dict.fromkeys(NAMES, cache(4, 4))
+    async with moved(broker, 3, 5) as mover:  # whether b holds the second one, and that a drops the third
+        assert await mover.evict() == 4
+        told = document("a", mover.moved, 4)
+    assert a.evicted == [NAMES[0]]
+    assert (told["moved"], told["failed"], told["evicted"]) == (1, 2, 4)
+    assert [one.failure.partition(" (")[0] for one in mover.moved] == [
+        "",
+        "kept at a: no connection to the broker",
+        "a was asked to drop it, and may have: no connection to the broker",
+    ]
+
+
+async def test_what_a_destination_that_is_gone_had_stays_at_its_source(broker: MemoryBroker) -> None:
+    a = await there(broker, "a")
+    async with moved(broker) as mover:
+        assert await mover.evict() == 0
+        assert {one.failure[:40] for one in mover.moved} == {"kept at a: no worker of 'b' is registere"}
+    assert a.evicted == []
+
+
+async def test_a_name_that_nobody_can_have_is_a_failure_of_its_own_move(broker: MemoryBroker) -> None:
+    await there(broker, "a")
+    async with moved(broker) as mover:
+        row, mover.moved = mover.moved[0].move.row, []
+        await mover.run([Move(row, name) for name in ("", "x" * 65)], lambda _moved: None)
+    assert all("destination: " in one.failure for one in mover.moved)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 64, "é" * 40])
+@pytest.mark.parametrize("command", [migrate, replicate])
+def test_a_command_that_names_no_instance_ends_with_one_sentence(command: click.Command, name: str) -> None:
+    arguments = ["--from", "a", "--to", name, "--nats", "nats://127.0.0.1:1"]
+    ran = CliRunner().invoke(command, [*arguments, *(["--hot", "1"] if command is replicate else [])])
+    assert isinstance(ran.exception, ConfigError)
+    assert "cannot be the name of an instance" in str(ran.exception) or "--to names the instances" in str(ran.exception)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dump

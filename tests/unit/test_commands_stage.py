@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from kvbus.bus_access import DeniedError
-from kvbus.commands.common import NO_SUCH_STREAM
 from kvbus.commands.following import STAGES, Followed, newest, progress_bar
-from kvbus.commands.stage import ask_until, exit_status
+from kvbus.commands.stage import exit_status
 from kvbus.errors import BusError
 from kvbus.events import Event, Header, LeaseGranted, OutcomeFixed, TransferOutcome, TransferStep, column, encode
-from kvbus.handles import UNASKED, Verdict
+from kvbus.handles import LOST, UNASKED, Verdict
 from kvbus.parts import Body
+from kvbus.patience import NO_SUCH_STREAM, ask_until
 from kvbus.publisher import Publisher, TransferHandle
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Topics
@@ -121,7 +121,7 @@ async def test_the_bar_shows_pages_and_bytes_as_the_facts_tell_them_and_leaves_n
     await tell(step("moved"))  # of an earlier transfer: passed over
     output = io.StringIO()
     screen = Console(file=output, force_terminal=True, width=120)
-    followed = Followed("b", HASH, time.time_ns(), await newest(memory, TOPICS, "b"))
+    followed = Followed("b", HASH, time.time_ns(), await newest(memory, TOPICS))
     assert followed.after == 1
     async with progress_bar(memory, TOPICS, followed, screen):
         for body in (step("leased"), leased(31), step("moving"), arrived(31, 2_031_616)):
@@ -130,6 +130,18 @@ async def test_the_bar_shows_pages_and_bytes_as_the_facts_tell_them_and_leaves_n
     assert "moved" not in output.getvalue()
     assert output.getvalue().endswith("\x1b[2K"), "the bar is wiped"
     assert "\x1b[?25h" in output.getvalue(), "the cursor is shown again"
+
+
+async def test_an_instance_that_has_said_nothing_yet_is_followed_from_the_end_of_what_others_said(
+    memory: MemoryBus,
+) -> None:
+    assert await newest(memory, TOPICS) == 0
+    for number in range(3):
+        one = event(step("moved"), instance="another", number=number)
+        await memory.store(TOPICS.facts("another"), encode(one.header, step("moved")), message_id=f"{number}")
+    assert await newest(memory, TOPICS) == 3
+    memory.cut()
+    assert await newest(memory, TOPICS) == 0
 
 
 async def test_there_is_no_bar_where_nobody_looks(memory: MemoryBus) -> None:
@@ -181,7 +193,7 @@ async def test_a_request_is_put_again_while_a_leader_is_elected() -> None:
 async def test_it_is_put_again_for_as_long_as_the_budget_and_no_longer() -> None:
     bus = Electing(MemoryBroker(), losses=10**6)
     with pytest.raises(BusError, match="did not confirm"):
-        await asked(bus, 1.2, [])
+        await asked(bus, 2.4, [])
     assert len(bus.heard) >= 2
     await bus.close()
 
@@ -231,6 +243,7 @@ async def test_what_no_further_try_can_mend_is_said_at_once(error: BusError) -> 
         (Verdict("accepted"), "cancelled", 1),
         (Verdict("refused", "not allowed"), None, 1),
         (Verdict("refused", UNASKED), None, 2),
+        (Verdict("refused", LOST), None, 3),
         (Verdict("queued"), None, 3),
         (Verdict("accepted"), None, 3),
         (Verdict("skipped_busy", "full"), None, 4),

@@ -425,7 +425,7 @@ async def test_the_document_has_all_that_the_story_says(whole: list[Event]) -> N
 
 async def story_of(broker: EmbeddedBroker, *arguments: str) -> tuple[int, str, str]:
     with command("story", *arguments, "--nats", broker.url, "--token", broker.token) as process:
-        out, err = await asyncio.to_thread(process.communicate, timeout=30.0)
+        out, err = await asyncio.to_thread(process.communicate, timeout=150)
         return process.returncode, out, err
 
 
@@ -457,7 +457,7 @@ async def test_the_command_tells_from_a_real_broker_what_was_recorded_there(brok
 
 def test_without_a_broker_the_command_says_so_and_exits_with_2() -> None:
     with command("story", "b-00000007-1", "--nats", "nats://127.0.0.1:9") as process:
-        out, err = process.communicate(timeout=30.0)
+        out, err = process.communicate(timeout=150)
 
     assert (process.returncode, out) == (2, "")
     assert "no broker answers" in err

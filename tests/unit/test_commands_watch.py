@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -20,8 +21,9 @@ from kvbus.codec import pack
 from kvbus.commands.leases import LeaseBook
 from kvbus.commands.logs import LogReader
 from kvbus.commands.rendering import LinePrinter, event_document
-from kvbus.commands.watch import Screen, follow, watch
+from kvbus.commands.watch import Screen, follow, recording, watch
 from kvbus.commands.wording import lines_of, page_runs, size
+from kvbus.errors import ConfigError, PeerError
 from kvbus.events import FactsSeen, Header, LeaseGranted, SettleVoided, TransferStep, encode
 from kvbus.ledger.agreement import Party
 from kvbus.parts import FactDetailRow
@@ -30,7 +32,7 @@ from kvbus.testing.bus import MemoryBus
 from kvbus.topics import Family, Topics
 from kvbus.transport import Bus
 from tests.unit.story_parts import BEGAN_NS, BLOCKS, HASH, TRANSFER, Pair, command, flushed
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 HOUR_NS = 3_600 * 10**9
 
@@ -266,7 +268,32 @@ async def test_a_broker_that_comes_back_loses_nothing_for_who_watches(broker: Em
         broker.kill()
         pair.b.step("accepted", "while the broker was away")
         await broker.start()
-        await until(lambda: "while the broker was away" in seen.text, 30.0)
+        await until(lambda: "while the broker was away" in seen.text)
+
+
+async def test_a_recording_that_cannot_go_on_ends_the_watch_and_says_why(bus: Bus) -> None:
+    async with asyncio.timeout(DEADLINE_S) as limit:
+        with pytest.raises(ConfigError, match=r"the recording cannot be written: .*No space left"):
+            async with recording(bus, Topics(), Path("/dev/full")):
+                await asyncio.Event().wait()
+        assert not limit.expired(), "it is not left for us to end"
+
+
+async def test_whatever_ends_a_recording_is_said(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    async def history(*subjects: object, **_: object) -> list[object]:
+        asked.append(subjects)
+        if len(asked) == 1:
+            raise PeerError("a fault that nobody foresaw")
+        return []
+
+    monkeypatch.setattr(bus, "history", history)
+    async with asyncio.timeout(DEADLINE_S) as limit:
+        with pytest.raises(PeerError, match="nobody foresaw"):
+            async with recording(bus, Topics(), tmp_path / "recording"):
+                await asyncio.Event().wait()
+        assert not limit.expired()
 
 
 # ------------------------------------------------------------------------------------------------ as a command
@@ -279,7 +306,7 @@ async def printed(process: "subprocess.Popen[str]", said: Callable[[str], bool])
         assert process.stdout is not None
         return next(line for line in process.stdout if said(line))
 
-    return await asyncio.wait_for(asyncio.to_thread(read), 30.0)
+    return await asyncio.wait_for(asyncio.to_thread(read), 60.0)
 
 
 async def test_once_prints_documents_and_exits(nats: Bus, broker: EmbeddedBroker) -> None:
@@ -288,7 +315,7 @@ async def test_once_prints_documents_and_exits(nats: Bus, broker: EmbeddedBroker
     async with flushed(pair.a, pair.b):
         arguments = ("--once", "--json", "--nats", broker.url, "--token", broker.token)
         with command("watch", *arguments) as process:
-            out, err = await asyncio.to_thread(process.communicate, timeout=30.0)
+            out, err = await asyncio.to_thread(process.communicate, timeout=150)
 
     assert (process.returncode, err) == (0, "")
     documents = [json.loads(line) for line in out.splitlines()]
@@ -308,14 +335,14 @@ async def test_ctrl_c_ends_it_with_status_0_and_no_trace(nats: Bus, broker: Embe
         async with flushed(pair.b):
             await printed(process, lambda line: "heard live" in line)
         process.send_signal(number)
-        _, err = await asyncio.to_thread(process.communicate, timeout=30.0)
+        _, err = await asyncio.to_thread(process.communicate, timeout=150)
 
     assert (process.returncode, err) == (0, "")
 
 
 def test_without_a_broker_it_says_so_and_exits_with_2() -> None:
     with command("watch", "--nats", "nats://127.0.0.1:9") as process:
-        out, err = process.communicate(timeout=30.0)
+        out, err = process.communicate(timeout=150)
 
     assert process.returncode == 2
     assert out == ""
@@ -325,7 +352,7 @@ def test_without_a_broker_it_says_so_and_exits_with_2() -> None:
 
 async def test_a_broker_without_streams_is_an_error_that_says_so(broker: EmbeddedBroker) -> None:
     with command("watch", "--nats", broker.url, "--token", broker.token) as process:
-        _, err = await asyncio.to_thread(process.communicate, timeout=30.0)
+        _, err = await asyncio.to_thread(process.communicate, timeout=150)
 
     assert process.returncode == 2
     assert "stream" in err

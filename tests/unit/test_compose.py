@@ -1,6 +1,8 @@
 """The files of compose/ say what they show, stand on base images only, and ask kvbus for nothing that it lacks."""
 
+import asyncio
 import http.server
+import importlib.util
 import os
 import re
 import shlex
@@ -19,6 +21,10 @@ import pytest
 import yaml
 
 from kvbus.cli import kvbus
+from kvbus.engines.link import encode_frame
+from kvbus.engines.port import EnginePort
+from tests.unit.engine_parts import SmallDesk
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose"
@@ -31,7 +37,7 @@ TOLD = {
     *("rolling-restart", "slow-peer", "transformers"),
 }
 TARGETS = ("kvbus", "transformers")
-HEALTH_S = 10.0
+HEALTH_S = 60.0
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
@@ -165,24 +171,67 @@ class TestHealthCheck:
         line = [sys.executable, str(COMPOSE / "health.py")]
         return subprocess.run(line, env=env, capture_output=True, text=True, timeout=HEALTH_S, check=False)
 
-    def test_a_worker_that_listens_is_well_and_one_that_ended_is_not(self) -> None:
+    def test_it_speaks_as_clients_do(self) -> None:
+        spec = importlib.util.spec_from_file_location("health", COMPOSE / "health.py")
+        assert spec is not None
+        assert spec.loader is not None
+        health = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(health)
+
+        assert encode_frame("hello", 0, {"role": "client"}) == len(health.HELLO).to_bytes(4, "little") + health.HELLO
+        welcome, refusal = encode_frame("welcome", 0, {}), encode_frame("error", 0, {"kind": "refused", "text": "full"})
+        assert [word in frame for word, frame in zip(health.ANSWERS, (welcome, refusal), strict=True)] == [True, True]
+
+    async def test_a_worker_that_answers_is_well(self) -> None:
         with tempfile.TemporaryDirectory() as name:  # a socket's path is short
             folder = Path(name)
             assert "no worker listens here" in self.check(folder).stderr
+            port = EnginePort(folder / "kvbus-7" / "a.m0.sock", SmallDesk(), lambda _hello: None, lambda _reason: None)
+            await port.start()
+
+            async def is_well() -> bool:
+                ran = await asyncio.to_thread(self.check, folder)
+                return (ran.returncode, ran.stderr) == (0, "")
+
+            try:
+                await until(is_well, HEALTH_S, what="it answers")
+                assert port.statistics().broken == 0
+            finally:
+                await port.close()
+
+    def test_a_worker_that_hangs_speaks_another_language_or_has_ended_is_not_well(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
             path = folder / "kvbus-7" / "a.m0.sock"
             path.parent.mkdir()
             with socket.socket(socket.AF_UNIX) as server:
                 server.bind(str(path))
-                server.listen()
-                assert self.check(folder).returncode == 0
+                server.listen()  # the kernel takes connections, and nobody reads
+                hangs = self.check(folder)
+                server.accept()[0].close()  # that one is over
+                thread = threading.Thread(target=answer_once, args=(server, encode_frame("token", 0, {"ids": b""})))
+                thread.start()
+                odd = self.check(folder)
+                thread.join()
             ended = self.check(folder)
-            assert ended.returncode == 1
-            assert str(path) in ended.stderr
+
+        assert [ran.returncode for ran in (hangs, odd, ended)] == [1, 1, 1]
+        assert "does not answer within 2 s" in hangs.stderr
+        assert "no answer of a worker" in odd.stderr
+        assert str(path) in ended.stderr
 
     @pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
     def test_a_gateway_is_well_while_it_says_so(self, tmp_path: Path, status: int, expected: int) -> None:
         with gateway_that_says(status) as url:
             assert self.check(tmp_path, url).returncode == expected
+
+
+def answer_once(server: socket.socket, frame: bytes) -> None:
+    """Answer the next connection with these bytes, whatever it says."""
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(frame)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from kvbus.commands.worker import worker
 from kvbus.config import (
     TransferLimits,
     WorkerSettings,
@@ -57,6 +58,7 @@ def test_good_settings_come_back_frozen_with_their_defaults() -> None:
         ("instance", ""),
         ("instance", "é" * 40),
         ("member", "x" * 65),
+        *(("ucx_tls", value) for value in ("infiniband", "RC", "rc,", "rc, tcp", "^tcp", 7)),
         ("limits.inflight_max", -1),
         ("limits.dedup_ttl_s", float("nan")),
         ("limits.lend_wait_s", 3.0),
@@ -70,6 +72,16 @@ def test_a_setting_that_does_not_fit_is_named(name: str, value: object) -> None:
     outer, _, inner = name.partition(".")
     with pytest.raises(ConfigError, match=f"setting {name} does not fit"):
         checked_settings(**{**GOOD, outer: {inner: value} if inner else value})
+
+
+def test_what_the_page_on_rdma_tells_a_worker_is_taken_as_it_stands() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "rdma.md"
+    lines = [line.split()[2:] for line in page.read_text().splitlines() if line.startswith("kvbus worker ")]
+    assert lines
+    for words in lines:
+        options = worker.make_context("worker", words).params
+        found = checked_settings(**GOOD, ucx_tls=options["ucx_tls"], network_devices=options["devices"])
+        assert (found.ucx_tls, found.network_devices) == ("rc,tcp,cma", "mlx5_0:1,eth0")
 
 
 @pytest.mark.parametrize("missing", sorted(GOOD))

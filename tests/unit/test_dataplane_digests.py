@@ -134,7 +134,7 @@ def test_a_grant_with_another_number_of_digests_than_pages_moves_nothing(
 def test_a_bit_flipped_midway_is_noticed_in_the_pages_read_after_it(maker: Maker, lender: LendingProcess) -> None:
     pages = tuple(range(100))
     grant = grant_of(lender, pages)
-    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S / 2) as side:  # three seconds, so that the middle is met
         side.memory.digests.turn_on(DigestMode.GRANT)
         side.submit(grant, pages)
         wait_until(lambda: side.bytes_moved() > 20 * PAGE_BYTES)

@@ -55,7 +55,7 @@ def test_pages_rewritten_midway_are_not_delivered_and_others_are(
 ) -> None:  # P2
     # Planted fault that this catches: counting a segment when its bytes have arrived, without the after-read.
     source = own_pages[1:]
-    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S / 2) as side:  # three seconds, so that the middle is met
         side.submit(lender.grant(source), range(99))
         # The first segment is verified by then, and the second is in its middle.
         wait_until(a_segment_and_more_moved(side))
@@ -92,11 +92,11 @@ def test_a_page_being_written_is_not_delivered(maker: Maker, lender: LendingProc
 
 @EVERY
 def test_a_source_killed_midway_leaves_whole_pages_and_evidence(maker: Maker) -> None:
-    with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+    with lending_process() as source, maker(rate_limit_bytes_s=SLOW_BYTES_S / 2) as side:
         side.submit(source.grant(ALL), ALL)
         wait_until(a_segment_and_more_moved(side))
         source.kill()
-        change = side.end_of(deadline_s=10.0)
+        change = side.end_of()
         assert change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED}
         if side.reader.name == "memory":  # the mapping outlives its lender: all pages are there, and verified
             assert check_rows(side, change, ALL, ALL) == 100
@@ -117,7 +117,7 @@ def test_a_source_killed_midway_leaves_whole_pages_and_evidence(maker: Maker) ->
 
 @EVERY
 def test_after_a_cancel_no_byte_lands(maker: Maker, lender: LendingProcess) -> None:  # contract 39, 41
-    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S / 2) as side:
         side.submit(lender.grant(ALL), ALL)
         wait_until(a_segment_and_more_moved(side))
         assert cancelled_rows(side, ALL, ALL) < 100
@@ -138,7 +138,7 @@ def test_a_shutdown_midway_ends_with_evidence(maker: Maker, lender: LendingProce
                 ticket=ticket,
             )
         wait_until(a_segment_and_more_moved(side))
-        assert side.reader.shutdown(10.0) == ()
+        assert side.reader.shutdown(30.0) == ()
         moved = side.bytes_moved()
         ends = [side.end_of(ticket) for ticket in (1, 2, 3)]
         assert all(change.evidence in {Evidence.COMPLETED, Evidence.ENDPOINT_DESTROYED} for change in ends)
@@ -148,7 +148,7 @@ def test_a_shutdown_midway_ends_with_evidence(maker: Maker, lender: LendingProce
 
 @EVERY
 def test_an_isolation_midway_ends_that_peers_attempts_only(maker: Maker, lender: LendingProcess) -> None:
-    with maker(rate_limit_bytes_s=2 * SLOW_BYTES_S) as side:
+    with maker(rate_limit_bytes_s=SLOW_BYTES_S) as side:
         side.submit(lender.grant(ALL), ALL)
         side.submit(lender.grant(range(10), reader=reader_key("t2")), range(200, 210), ticket=2, peer="C")
         wait_until(a_segment_and_more_moved(side))
@@ -171,7 +171,8 @@ def test_two_peers_share_a_rate_limit(maker: Maker, lender: LendingProcess) -> N
         one, two = range(100), range(100, 200)
         wait_until(lambda: moved(one) > 0 and moved(two) > 0)  # a connection takes its time: until then one has it all
         before = moved(one), moved(two)
-        wait_until(lambda: moved(range(200)) > sum(before) + 40 * PAGE_BYTES)
+        # Long enough that a pause of one of them does not tell.
+        wait_until(lambda: moved(range(200)) > sum(before) + 80 * PAGE_BYTES)
         first, second = moved(one) - before[0], moved(two) - before[1]
         assert min(first, second) > max(first, second) / 4
         side.reader.shutdown(10.0)

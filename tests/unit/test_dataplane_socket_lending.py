@@ -175,6 +175,16 @@ def test_when_a_member_borrows_again_as_another_process_its_old_leases_end(lent:
     assert [lent.evidence(ticket) for ticket in (2, 3, 4)] == [None, None, None]
 
 
+def test_a_question_of_a_process_that_borrowed_before_ends_nothing_of_the_one_after_it(lent: Lent) -> None:  # P4
+    lent.lend(1, key_of("t1", epoch=7))
+    lent.lend(2, key_of("t2", epoch=8))
+    wait_until(lambda: lent.evidence(1))
+    lent.lend(3, key_of("t3", epoch=7))  # it lives on, or its question was late
+    lent.is_quiet()
+    assert [lent.evidence(ticket) for ticket in (2, 3)] == [None, None]
+    assert lent.served(2)
+
+
 def test_what_ends_otherwise_is_served_no_more(lent: Lent) -> None:
     ends: dict[int, Callable[[], object]] = {
         1: lambda: lent.lending.acknowledge(key_of("t1"), NONCE),

@@ -29,7 +29,7 @@ from tests.waiting import until, wait_until
 
 ALL = range(100)
 AFTERWARDS_S = 0.2  # how long a second notice is waited for, which must not come
-DELIVERY_S = 5.0
+DELIVERY_S = 50.0
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_frozen_peer_holds_up_no_other(lender: LendingProcess) -> None:
         side.submit(lender.grant(ALL, reader=reader_key("t3")), range(100, 200), ticket=3, peer="C")
         assert sum(arrived_of(side.end_of(3))) == 100
         assert len(side.seen) == 2
-        assert side.reader.shutdown(10.0) == ()
+        assert side.reader.shutdown(30.0) == ()
 
 
 def test_an_address_whose_process_is_gone_fails_the_attempt() -> None:
@@ -215,7 +215,7 @@ async def test_the_loop_is_touched_by_the_wake_signal_alone(lender: LendingProce
         reader = UcxReader(plane, wake=wake)
         side = Side(reader, memory, threading.Event(), plane)
         side.submit(lender.grant(ALL), ALL)
-        await asyncio.wait_for(woken.wait(), 20)
+        await asyncio.wait_for(woken.wait(), 60)
         (change,) = reader.changes()  # listed before the signal was raised
         assert check_rows(side, change, ALL, ALL) == 100
         assert callers == {"kvbus-ucx"}
@@ -224,7 +224,7 @@ async def test_the_loop_is_touched_by_the_wake_signal_alone(lender: LendingProce
 
 async def test_the_loop_runs_on_while_bytes_move(lender: LendingProcess) -> None:
     turns = 0
-    with ucx_side(rate_limit_bytes_s=4 * SLOW_BYTES_S) as side:
+    with ucx_side(rate_limit_bytes_s=2 * SLOW_BYTES_S) as side:
         side.submit(lender.grant(ALL), ALL)
 
         def ended() -> bool:
@@ -232,7 +232,7 @@ async def test_the_loop_runs_on_while_bytes_move(lender: LendingProcess) -> None
             turns += 1
             return bool(side.drain())
 
-        await until(ended, deadline_s=20)
+        await until(ended)
         assert turns > 3
 
 
@@ -240,7 +240,7 @@ def test_an_idle_thread_sleeps() -> None:
     with running_plane() as plane:
         wait_until(lambda: plane.statistics().rounds > 0)
         first, began = plane.statistics().rounds, time.monotonic()
-        wait_until(lambda: plane.statistics().rounds >= first + 2, 20.0)
+        wait_until(lambda: plane.statistics().rounds >= first + 2)
         rounds_per_s = (plane.statistics().rounds - first) / (time.monotonic() - began)
         assert rounds_per_s < 200  # a spinning thread makes a hundred thousand
 

@@ -16,7 +16,7 @@ QUEUE_PAGES = 32
 NEW_CONTENT = 255
 """No page of a lender is filled with it."""
 ONE_SEGMENT_A_CALL = {"CMA_TX_QUOTA": "1"}
-TRIES_MAX = 20
+TRIES_MAX = 100
 """A try counts only where the close came while the queue was full: a matter of milliseconds."""
 
 

@@ -51,14 +51,14 @@ class Served:
             thread.start()
 
     def next(self) -> Frame:
-        frame = self.worker.receive(10)
+        frame = self.worker.receive(60)
         assert frame is not None
         return frame
 
     def close(self) -> None:
         self.worker.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
         self.link._link.close()
         self.pool.close()
 
@@ -158,7 +158,7 @@ def test_an_unknown_engine_is_named() -> None:
 
 def engine_process(tmp_path: Path, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "kvbus.engines.process", "--socket", str(tmp_path / "none.sock"), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,6 @@ def test_ctrl_c_ends_an_engine_that_waits_for_its_worker_without_a_traceback(tmp
 
         wait_until(default_sigint, what="the engine has set up its signals")
         process.send_signal(signal.SIGINT)
-        _, complaints = process.communicate(timeout=20)
+        _, complaints = process.communicate(timeout=150)
     assert process.returncode == -signal.SIGINT
     assert b"Traceback" not in complaints

@@ -48,7 +48,7 @@ def flip_exponents(client: LocalClient, ids: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_real_model_resumes_from_pages_with_the_same_tokens(worker: Worker, folder: Path) -> None:
     await worker.start_engine("transformers", {"folder": str(folder)}, START_DEADLINE_S)
     assert worker.port.engine is not None

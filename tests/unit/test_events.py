@@ -38,7 +38,7 @@ def golden_document(name: str) -> dict[str, object]:
 
 def make_golden(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(MAKE_GOLDEN), *arguments], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, str(MAKE_GOLDEN), *arguments], check=False, capture_output=True, text=True, timeout=150
     )
 
 

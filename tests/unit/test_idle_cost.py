@@ -1,5 +1,6 @@
 """What is not attached costs nothing, and what is idle costs one question a round, however much is held."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -29,11 +30,14 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
             entered[frame.f_code.co_qualname] += 1
 
     before = sys.getprofile()
+    gc.collect()  # what other tests left behind must not end within
+    gc.disable()
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return entered
 
 
@@ -73,14 +77,14 @@ def test_an_idle_round_asks_each_part_once_however_much_is_held(held: int) -> No
 
 def test_parts_that_were_not_started_have_no_thread() -> None:
     # R23
-    before = threading.enumerate()
+    before = set(threading.enumerate())
     parts = [
         MemoryReader(wake=lambda: None),
         UcxPlane(wake=lambda: None),
         LendingBackend(wake=lambda: None),
         LeaseHolder(bindings=(), lenders=()),
     ]
-    assert threading.enumerate() == before
+    assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
     assert len(parts) == 4
 
 
@@ -91,5 +95,5 @@ def test_importing_kvbus_starts_nothing_and_loads_no_transport() -> None:
         "loaded = {'nats', 'libucx', 'torch', 'asyncio'} & set(sys.modules)\n"
         "print(threading.active_count(), sorted(loaded))"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout.strip() == "1 []"

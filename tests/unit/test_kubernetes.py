@@ -1,5 +1,6 @@
 """The manifests of deploy/kubernetes fit the schemas, each other, and the commands that kvbus has."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from kvbus.cli import kvbus
+from tests.exposed import promtool
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -73,6 +75,59 @@ def test_the_kustomization_names_every_file_and_no_other() -> None:
 def test_it_lies_in_the_namespace(document: Document) -> None:
     if document["kind"] != "Namespace":
         assert document["metadata"]["namespace"] == KUSTOMIZATION["namespace"]
+
+
+def test_the_toolbox_fits_is_let_through_to_the_broker_and_is_not_started_with_the_rest() -> None:
+    (toolbox,) = documents("tools/toolbox.yaml")
+    for version in VERSIONS:
+        kubernetes_validate.validate(toolbox, version, strict=True)
+    (policy,) = (one for _, one in EVERY if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "nats")
+
+    assert selects(policy["spec"]["ingress"][0]["from"][0]["podSelector"], toolbox)
+    (container,) = toolbox["spec"]["containers"]
+    assert "KVBUS_NATS_CREDENTIALS" in {one["name"] for one in container["env"]}
+    assert toolbox["spec"]["volumes"][0]["secret"] == {"secretName": "kvbus-operator", "defaultMode": 0o440}
+    assert toolbox["spec"]["containers"][0]["securityContext"] == containers(pods()[0][1])[0]["securityContext"]
+    assert "tools" not in " ".join(KUSTOMIZATION["resources"])
+
+
+def test_an_upgrade_can_make_the_job_anew_and_there_is_one_gateway_to_ask() -> None:
+    (job,) = documents("init.yaml")
+    gateway = next(one for one in documents("gateway.yaml") if one["kind"] == "Deployment")
+
+    assert job["spec"]["ttlSecondsAfterFinished"] > 0
+    assert gateway["spec"]["replicas"] == 1, "what it tells of a transfer is in its own memory"
+
+
+def test_the_way_to_metrics_is_open_by_number_since_a_sidecar_has_that_port() -> None:
+    (policy,) = (one for _, one in EVERY if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "workers")
+    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
+    (worker,) = documents("instance-a.yaml")[0]["spec"]["template"]["spec"]["initContainers"]
+    (engine,) = documents("instance-a.yaml")[0]["spec"]["template"]["spec"]["containers"]
+
+    assert {port["containerPort"] for port in worker["ports"]} <= opened
+    assert opened - {port["containerPort"] for port in worker["ports"]} <= {port["name"] for port in engine["ports"]}
+
+
+def test_the_commands_and_the_scrapes_of_the_page_are_ones_that_there_are(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8") + (FOLDER / "tools/toolbox.yaml").read_text()
+    lines = [found.split() for found in re.findall(r"exec toolbox -- kvbus (.+)$", text, re.MULTILINE)]
+    assert ["drain", "a", "--stay"] in lines
+    for name, *arguments in lines:
+        command = kvbus.get_command(click.Context(kvbus), name)
+        assert command is not None
+        command.make_context(name, list(arguments))
+    (scrapes,) = re.findall(r"^```yaml\n(scrape_configs:.+?)^```", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "prometheus.yml"
+    there = "static_configs: [{targets: [gateway:8080]}]"  # Debian's promtool knows no Kubernetes
+    path.write_text(re.sub(r"kubernetes_sd_configs: .+", there, scrapes), encoding="utf-8")
+    assert "SUCCESS" in promtool("check", "config", str(path))
+    compose = yaml.safe_load((ROOT / "compose" / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    for ours, theirs in zip(yaml.safe_load(scrapes)["scrape_configs"], compose["scrape_configs"], strict=True):
+        assert (ours["job_name"], ours["metric_relabel_configs"]) == (
+            theirs["job_name"],
+            theirs["metric_relabel_configs"],
+        )
 
 
 def test_services_budgets_and_policies_select_pods_that_exist() -> None:

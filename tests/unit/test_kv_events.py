@@ -1,6 +1,7 @@
 """What vLLM says of its blocks is read strictly, whatever the bytes are; and as vLLM itself writes it."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgpack
@@ -13,7 +14,7 @@ from kvbus.engines.kv_events import Batch, BlockBook, StreamPlace
 from kvbus.engines.zmq_events import ZmqEvents
 from kvbus.errors import PeerError
 from tests.absent import absent
-from tests.unit.helpers.vllm_publisher import CLEARED, as_array, payload_of, removed, stored
+from tests.unit.helpers.vllm_publisher import CLEARED, VllmPublisher, as_array, payload_of, removed, stored
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
@@ -124,7 +125,7 @@ async def test_what_a_real_vllm_publishes_is_read(tmp_path: Path) -> None:
     assert vllm.stdin
     assert vllm.stdout
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(250):
             while (await vllm.stdout.readline()).strip() != b"published":
                 assert not vllm.stdout.at_eof()
             async with ZmqEvents(f"ipc://{live}", f"ipc://{replay}") as stream:
@@ -149,3 +150,21 @@ async def test_what_a_real_vllm_publishes_is_read(tmp_path: Path) -> None:
     _, changes = book.changes(second.payload)
     assert second.sequence >= 1
     assert [one.change for one in changes] == ["removed", "cleared"]
+
+
+async def test_a_batch_that_comes_just_as_the_wait_for_one_ends_is_not_lost() -> None:
+    wait_s = 0.02
+    async with VllmPublisher(replay=False) as vllm, ZmqEvents(vllm.addresses[0]) as stream:
+        await vllm.until_subscribed()
+
+        async def publish_and_hold_the_loop(number: int) -> None:
+            await vllm.publish(stored([number], range(4)))
+            ends_at = time.monotonic() + 2 * wait_s
+            while time.monotonic() < ends_at:  # so that batch and end of the wait are found at once
+                pass
+
+        for number in range(10):
+            batch, _ = await asyncio.gather(stream.next(wait_s), publish_and_hold_the_loop(number))
+            batch = batch or await stream.next(60.0)
+            assert batch is not None
+            assert batch.sequence == number

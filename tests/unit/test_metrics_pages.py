@@ -111,7 +111,8 @@ def test_promtool_takes_the_alerts_and_the_scrapes() -> None:
 def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else() -> None:
     assert "SUCCESS" in promtool("test", "rules", str(PROMETHEUS / "rules_test.yml"))
     document = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text(encoding="utf-8"))
-    tried = {one["name"] for one in document["tests"] if one["alert_rule_test"][0]["exp_alerts"]}
+    tries = [one["alert_rule_test"][0] for one in document["tests"]]
+    tried = {one["alertname"] for one in tries if one["exp_alerts"]}
     assert tried == {rule["alert"] for rule in rules()} >= WANTED
 
 

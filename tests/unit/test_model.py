@@ -86,7 +86,7 @@ def test_without_spin_the_check_says_so_and_does_not_claim_success(tmp_path: Pat
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
 

@@ -4,10 +4,12 @@ import time
 
 import pytest
 
+from kvbus.bus_access import DeniedError
+from kvbus.errors import BusError
 from kvbus.events import TransferOutcome, TransferRequested
-from kvbus.handles import TransferHandle, Verdict
+from kvbus.handles import UNASKED, TransferHandle, Verdict
 from kvbus.parts import Prompt
-from kvbus.patience import Staged, staged
+from kvbus.patience import NO_SUCH_STREAM, Staged, staged
 
 REQUEST = TransferRequested(
     request_id="r.1", request_hash="0" * 32, requester="r", source="a", destination="b", prompt=Prompt(text="x")
@@ -27,12 +29,17 @@ def ended(outcome: str = "settled", failure: str = "") -> TransferOutcome:
     )
 
 
-async def asked(*answers: Verdict | TransferOutcome | None, patience_s: float = 5.0, budget_s: float = 1.0) -> Staged:
+Answer = Verdict | TransferOutcome | BusError | None
+
+
+async def asked(*answers: Answer, patience_s: float = 5.0, budget_s: float = 1.0) -> Staged:
     """What comes of a request that is answered so, one try after the other."""
     left = list(answers)
 
     async def ask() -> TransferHandle:
         handle, answer = TransferHandle(REQUEST), left.pop(0)
+        if isinstance(answer, BusError):
+            raise answer
         if isinstance(answer, Verdict):
             handle.hear_verdict(answer)
         elif answer is not None:
@@ -80,10 +87,40 @@ async def test_what_cannot_pass_is_asked_once(final: Verdict | TransferOutcome) 
     assert (told.settled, told.tries) == (False, 1)
 
 
+SILENT = BusError("the broker did not confirm in time; store again with the same id")
+LEADERLESS = BusError("no stream answers for this; was ensure_assets run?")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbus.patience.ASK_PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_broker_that_takes_no_request_now_is_asked_again_until_it_does() -> None:
+    told = await asked(SILENT, LEADERLESS, Verdict("refused", UNASKED), ended(), patience_s=600.0)
+    assert (told.settled, told.tries) == (True, 1)
+    told = await asked(Verdict("skipped_busy", "4 run"), LEADERLESS, ended(), patience_s=600.0)
+    assert (told.settled, told.tries) == (True, 2)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_broker_that_takes_no_request_for_as_long_as_the_patience_says_so_itself() -> None:
+    with pytest.raises(BusError, match="did not confirm"):
+        await asked(*[SILENT] * 1_000, patience_s=0.2)
+
+
+@pytest.mark.parametrize("final", [DeniedError("no rights"), BusError("JetStream refused", code=NO_SUCH_STREAM)])
+async def test_what_a_broker_will_say_again_is_said_at_once(final: BusError) -> None:
+    with pytest.raises(BusError) as raised:
+        await asked(final, patience_s=600.0)
+    assert raised.value is final
+
+
 async def test_patience_ends_with_the_last_word_that_was_heard() -> None:
     refused = Verdict("refused", "draining: b takes nothing new")
     began = time.monotonic()
-    told = await asked(*[refused] * 20, patience_s=0.5)
+    told = await asked(*[refused] * 20, patience_s=1.5)
     assert (told.verdict, told.outcome, told.settled) == (refused, None, False)
     assert 1 < told.tries < 20
     assert time.monotonic() - began < 60

@@ -32,6 +32,8 @@ GATEWAY, DASH = User(Role.REQUESTER, "gateway"), User(Role.OBSERVER, "dash")
 OPERATOR = User(Role.OPERATOR, "operator")
 USERS = {"A": A, "G": GATEWAY, "D": DASH, "O": OPERATOR}
 
+OF_MEMBERS = (Query.STATS, Query.SNAPSHOT)
+
 SAID_AND_HEARD: dict[str, tuple[str, Callable[[str], list[str]], str, str]] = {
     # builder: (of whom, its subjects, who says them, who hears them); A is instance a, G a requester, D an observer
     "transfer": ("b", lambda name: [TOPICS.transfer(name, HASH)], "GO", "O"),
@@ -63,8 +65,8 @@ SAID_AND_HEARD: dict[str, tuple[str, Callable[[str], list[str]], str, str]] = {
     ),
     "query": ("b", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "O"),
     "query: own": ("a", lambda name: [TOPICS.query(name, Query.STATS)], "DO", "AO"),
-    "query: of a member": ("b", lambda name: [TOPICS.query(name, Query.STATS, "m0")], "GO", "O"),
-    "query: of an own member": ("a", lambda name: [TOPICS.query(name, Query.STATS, "m1")], "GO", "AO"),
+    "query: of a member": ("b", lambda name: [TOPICS.query(name, verb, "m0") for verb in OF_MEMBERS], "GDO", "O"),
+    "query: of an own member": ("a", lambda name: [TOPICS.query(name, verb, "m1") for verb in OF_MEMBERS], "GDO", "AO"),
     "query: not answered yet": (
         "a",
         lambda name: [TOPICS.query(name, verb) for verb in (Query.SNAPSHOT, Query.REPLAY)],

@@ -46,7 +46,7 @@ class Destination:
         self.cancelled: list[str] = []
 
     async def take(self) -> TransferRequested:
-        (work,) = await self.bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=15)
+        (work,) = await self.bus.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=60)
         request = decode(work.delivery.data).body
         assert isinstance(request, TransferRequested)
         await work.keep()
@@ -264,7 +264,7 @@ async def test_the_script_in_docs_prints_verdict_and_outcome(broker: EmbeddedBro
     request = await destination.take()
     await destination.tell(request, destination.verdict(request))
     await destination.tell(request, destination.outcome(request))
-    printed, _ = await asyncio.wait_for(process.communicate(), 20)
+    printed, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
     assert b"verdict='accepted'" in printed
     assert b"outcome='settled'" in printed

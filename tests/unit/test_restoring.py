@@ -85,7 +85,7 @@ async def buses(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def trim(bus: Bus) -> None:
     """Take from the facts stream all that it holds; its sequence goes on."""
     if isinstance(bus, NatsBus):
-        await bus.ask("$JS.API.STREAM.PURGE.KVB_FACTS", b"", wait_s=5)
+        await bus.ask("$JS.API.STREAM.PURGE.KVB_FACTS", b"", wait_s=30)
     else:
         assert isinstance(bus, MemoryBus)
         bus.broker.logs[0].messages.clear()
@@ -112,7 +112,7 @@ async def test_what_the_log_lost_is_followed_by_the_state_of_each_member_and_the
     following = asyncio.create_task(follow())
     for number in (6, 7):
         await theirs.store(TOPICS.facts("a"), step(number), message_id=f"{number}")
-    await until(lambda: len([item for item in items if isinstance(item, Seen)]) >= 6, 20)
+    await until(lambda: len([item for item in items if isinstance(item, Seen)]) >= 6)
     following.cancel()
     with suppress(asyncio.CancelledError):
         await following

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ from kvbus.bus_access import DeniedError
 from kvbus.bus_assets import EMBEDDED
 from kvbus.errors import BusError
 from kvbus.events import Header, TransferRequested, TransferVerdict, decode, encode
+from kvbus.handles import LOST, UNSURE, Verdict
 from kvbus.publisher import Publisher, TransferHandle
 from kvbus.submitting import QUEUED_MAX, Rooms
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Command, Topics
 from kvbus.transport import Delivery
-from tests.waiting import until
+from tests.unit.helpers.cut_bus import CutBus
+from tests.waiting import DEADLINE_S, until
 
 TOPICS = Topics()
 SMALL = replace(EMBEDDED, transfer_messages_max=QUEUED_MAX + 500)
@@ -62,8 +65,9 @@ async def test_while_the_broker_is_away_a_request_is_refused_at_once_and_after_i
 
 
 async def test_a_request_that_was_on_its_way_when_the_broker_died_is_unsure_at_once(
-    bus: NatsBus, broker: EmbeddedBroker
+    bus: NatsBus, broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvbus.submitting.AWAY_S", DEADLINE_S)  # a starved machine starts a broker slowly
     async with Publisher(bus=bus) as publisher:
         pid = broker.pid
         assert pid is not None
@@ -82,13 +86,70 @@ async def test_a_request_that_was_on_its_way_when_the_broker_died_is_unsure_at_o
         assert (verdict.verdict, verdict.reason[:16]) == ("queued", "bus_unavailable:")
         await broker.start()
         await until(lambda: bus.health().connected)
-        hearing = asyncio.ensure_future(handle.verdict(wait_s=10))  # asked again, it waits for the destination's word
+        hearing = asyncio.ensure_future(handle.verdict(wait_s=60))  # asked again, it waits for the destination's word
         answer = TransferVerdict(
             request_id=handle.request.request_id, request_hash=handle.request_hash, verdict="accepted", transfer="T"
         )
         header = Header(k=answer.KIND, i="b", m="m0", e=1, s=1, t=1)
         await bus.publish(TOPICS.result(publisher.requester), encode(header, answer))
         assert (await hearing).verdict == "accepted"
+
+        async def is_queued() -> bool:
+            with suppress(BusError):  # a broker that has just come back
+                return await bus.queued(TOPICS.transfer_filter("b")) == 1
+            return False
+
+        await until(is_queued, what="the request was put again")
+
+
+@pytest.mark.parametrize("unready", [0, 2])
+async def test_a_request_that_was_lost_with_the_connection_is_in_the_queue_once_that_is_back(unready: int) -> None:
+    bus = CutBus(MemoryBroker(), unready=unready)
+    async with Publisher(bus=bus) as publisher:
+        handle = await asked(publisher, "on its way")
+        assert await handle.verdict(60) == Verdict("queued", UNSURE)
+        bus.restore()
+
+        async def is_queued() -> bool:
+            return await bus.queued(TOPICS.transfer_filter("b")) == 1
+
+        await until(is_queued, what="the request is put again, without its caller")
+
+        async def is_known() -> bool:
+            return (await handle.verdict(0)).reason.startswith("the destination has not answered")
+
+        await until(is_known)
+    await bus.close()
+
+
+async def test_a_request_that_cannot_be_put_again_is_refused_rather_than_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus.submitting.AWAY_S", 0.1)
+    bus = CutBus(MemoryBroker())
+    async with Publisher(bus=bus) as publisher:
+        handle = await asked(publisher, "on its way")
+        assert await handle.verdict(60) == Verdict("queued", UNSURE)
+        async with asyncio.timeout(60):
+            assert await handle.verdict(600) == Verdict("refused", LOST)
+            assert await handle.outcome(600) is None
+        assert bus.stores == 1
+    await bus.close()
+
+
+async def test_what_the_destination_said_outweighs_a_connection_that_was_lost() -> None:
+    bus = MemoryBus()
+    async with Publisher(bus=bus) as publisher:
+        handle = await asked(publisher, "heard")
+        handle.hear_unsure()
+        handle.hear_verdict(Verdict("accepted", transfer="T"))
+        handle.hear_submitted(BusError("gone"))
+        assert (await handle.verdict(0)).verdict == "accepted"
+        asking = asyncio.ensure_future(handle.outcome(600))
+        await asyncio.wait({asking}, timeout=0.05)
+        assert not asking.done(), "its outcome is still waited for"
+        asking.cancel()
+    await bus.close()
 
 
 async def test_what_the_broker_would_not_take_while_it_is_there_is_an_error(broker: EmbeddedBroker) -> None:
@@ -155,7 +216,7 @@ async def test_what_others_have_queued_counts_and_room_comes_back_with_those_tha
     rooms = Rooms(TOPICS)
     assert "1000 requests wait for b" in await rooms.refusal(mine, "b")
     assert await rooms.refusal(mine, "c") == ""
-    (work,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=1)
+    (work,) = await other.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=30)
     await work.finish()
 
     async def room() -> bool:
@@ -189,7 +250,7 @@ async def test_the_queue_is_counted_alike_by_both_buses(bus: NatsBus) -> None:
             await one.store(TOPICS.transfer("b", f"{number:032x}"), b"x", message_id=f"{number}")
         await one.store(TOPICS.transfer("c", f"{0:032x}"), b"x", message_id="c")
         assert await one.queued(TOPICS.transfer_filter("b")) == 3
-        (work,) = await one.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=5)
+        (work,) = await one.take_work(TOPICS.transfer_filter("b"), consumer="b", most=1, wait_s=30)
         assert await one.queued(TOPICS.transfer_filter("b")) == 3
         await work.finish()
         await until(partial(counts, one, 2))

@@ -167,7 +167,7 @@ async def test_events_faster_than_their_reader_are_marked_and_read_from_history(
         numbers = range(start, min(start + 50, total))
         await asyncio.gather(*(store(bus, number) for number in numbers))
     reader.gate.set()
-    await until(lambda: len(reader.texts) >= total, 30)
+    await until(lambda: len(reader.texts) >= total)
     assert sorted(map(int, reader.texts)) == list(range(total))
     sequences = [item.sequence for item in reader.items if isinstance(item, Seen)]
     assert sequences == list(range(1, total + 1))
@@ -237,7 +237,7 @@ async def test_a_lost_last_event_is_found_by_looking(bus: Bus) -> None:
     else:
         bus.broker.listeners.clear()  # type: ignore[attr-defined] # same
     await store(bus, 2)
-    await until(lambda: reader.texts == ["1", "2"], 20)
+    await until(lambda: reader.texts == ["1", "2"])
     await reader.stop()
 
 
@@ -252,7 +252,7 @@ async def test_a_broker_killed_and_restarted_costs_no_event(broker: EmbeddedBrok
     await broker.start()
     other = await NatsBus.connect(broker.url, name="u", token=broker.token)
     await store(other, 3, 4)
-    await until(lambda: len(reader.texts) == 4, 20)
+    await until(lambda: len(reader.texts) == 4)
     assert reader.texts == ["1", "2", "3", "4"]
     await reader.stop()
     await bus.close()
@@ -271,7 +271,7 @@ async def test_a_store_that_lost_its_past_is_reported_and_read_anew(broker: Embe
     await until(lambda: bus.health().connected)
     await bus.ensure_assets()
     await store(bus, 11, 12, 13, 14, 15)  # grown past where it was: only the ids tell
-    await until(lambda: len(reader.texts) == 8, 20)
+    await until(lambda: len(reader.texts) == 8)
     assert reader.texts == ["1", "2", "3", "11", "12", "13", "14", "15"]
     assert any(lag.lost for lag in reader.lags)
     await reader.stop()

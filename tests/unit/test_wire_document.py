@@ -30,7 +30,7 @@ UNANSWERED = {Query.REPLAY}
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(MAKE), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=150)
 
 
 @pytest.fixture(scope="module")

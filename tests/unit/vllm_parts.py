@@ -122,7 +122,7 @@ class Memory:
 
     def _wait(self) -> None:
         self.copying.set()
-        assert self.going.wait(10)
+        assert self.going.wait(60)
         if self.fails:
             raise RuntimeError("planted in the copy")
 
@@ -198,7 +198,7 @@ class MiniVllm:
         """End the mover."""
         self.memory.going.set()
         self.mover.stop()
-        self._thread.join(10)
+        self._thread.join(60)
 
     # The scheduler, as vLLM's does it -------------------------------------------------------------------------------
 
