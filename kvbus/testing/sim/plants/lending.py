@@ -152,8 +152,8 @@ def unwatchable_is_dead() -> Sequence[Change]:
 def silence_is_death() -> Sequence[Change]:
     """Stop telling a source of the end of access when it has not answered once."""
 
-    async def at_once(self: Asker, source: Any) -> bool:
-        del self, source
+    async def at_once(self: Asker, source: Any, key: Any = None) -> bool:
+        del self, source, key
         return True
 
     return [(Asker, "_has_ended", at_once)]
