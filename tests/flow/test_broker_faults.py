@@ -101,9 +101,11 @@ def test_message_ids_that_are_made_anew_show_as_facts_twice() -> None:
 # P22
 @pytest.mark.slow
 def test_a_request_that_is_run_for_each_delivery_shows_as_applied_twice(soon: None) -> None:
-    row = played("broker killed, back after 3 s", "runs-again")
-    assert row.applied_twice > 0
-    assert not row.is_clean
+    # Only what runs when the broker is killed is delivered again: nearly always there is something.
+    rows = (played("broker killed, back after 3 s", "runs-again") for _ in range(3))
+    shown = next((row for row in rows if row.applied_twice > 0), None)
+    assert shown is not None
+    assert not shown.is_clean
 
 
 # P18
