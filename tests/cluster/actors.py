@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +39,10 @@ BUDGET_S = 60
 """For each transfer: a request whose destination died is offered again after 10 s, and a container starts for some."""
 TRIES = 3
 """An election among brokers takes less than the 5 s for which a command waits, or on a busy machine some more."""
-BROKER_AWAY = "bus_unavailable:"
+BROKER_AWAY = ("bus_unavailable:",)
 """How a refusal begins where an instance cannot ask the broker while it elects, or has no room for facts."""
+AGAIN_S = 30.0
+"""So long a person goes on asking, however quick the tries are: registrations come back with the second heartbeat."""
 RAN_ANEW = "has run anew since"
 """The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
 NEVER_BEGAN = "never_began"
@@ -90,7 +93,9 @@ class Actors:
         words = ("stage", "--from", source, "--to", destination, "--budget", str(BUDGET_S), text)
         return Asked(words, self.stack.start_kvbus(*words))
 
-    def await_end(self, asked: Asked, *, may_be_refused: tuple[str, ...] = ()) -> str:
+    def await_end(
+        self, asked: Asked, *, may_be_refused: tuple[str, ...] = (), again: tuple[str, ...] = BROKER_AWAY
+    ) -> str:
         """Await how a transfer ended, count it, and return the word for it.
 
         Who is told that the broker does not answer, by it or by the instance, asks again: no transfer has begun.
@@ -98,7 +103,7 @@ class Actors:
         """
         self.row.transfers += 1
         try:
-            told = self._answer(asked)
+            told = self._answer(asked, again)
             if told["outcome"] is None and any(part in told["reason"] for part in may_be_refused):
                 self.row.failed += 1
                 self.row.evidence.append(NEVER_BEGAN)
@@ -110,12 +115,13 @@ class Actors:
             self.row.problems.append(f"a transfer ended with no word: {error}")
             return "lost"
 
-    def _answer(self, asked: Asked) -> Document:
-        process = asked.process
-        for _ in range(TRIES - 1):
+    def _answer(self, asked: Asked, again: tuple[str, ...] = BROKER_AWAY) -> Document:
+        process, tries = asked.process, 1
+        ends_at = time.monotonic() + AGAIN_S
+        while tries < TRIES or time.monotonic() < ends_at:
             try:
                 told = document(process, COMMAND_S)
-                if told["verdict"] != "refused" or not told["reason"].startswith(BROKER_AWAY):
+                if told["verdict"] != "refused" or not told["reason"].startswith(again):
                     return told
                 why = told["reason"]
             except StackError as error:
@@ -123,7 +129,7 @@ class Actors:
                     raise
                 why = str(error)
             self.row.notes.append(f"asked again, after {why}")
-            process = self.stack.start_kvbus(*asked.words)
+            process, tries = self.stack.start_kvbus(*asked.words), tries + 1
         return document(process, COMMAND_S)
 
     def _count(self, told: Document) -> str:

@@ -32,13 +32,13 @@ def _of_the_leader(fault: Callable[[Actors, str], Callable[[], None]]) -> Callab
         asked = [actors.ask("a", "b", text) for text in texts[1:-1]]
         mend = fault(actors, leader)
         known = len(actors.row.ids)
-        actors.await_end(moving)
+        actors.await_end(moving, again=REFUSALS)
         actors.row.shown = next(iter(actors.row.ids[known:]), "")
         for one in asked:
-            actors.await_end(one)
+            actors.await_end(one, again=REFUSALS)
         actors.until(lambda: _leader(actors, QUEUE, but=leader) != leader, ELECTED_S, "another broker leads")
         later = prompt(BLOCKS)
-        actors.transfer("b", "a", later)
+        actors.await_end(actors.ask("b", "a", later), again=REFUSALS)
         mend()
         for text in texts:
             actors.compare("b", text, from_pages=True)
