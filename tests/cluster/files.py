@@ -104,8 +104,7 @@ def rolling_restart(actors: Actors) -> None:
         actors.until_healthy([service])
     told = _end_of_traffic(actors, "traffic")
     actors.row.check(told["asked"] >= ASKED_LEAST, f"only {told['asked']} requests were asked for")
-    if told["skipped"]:  # a machine that does not keep up asks less often, rather than ever more at once
-        actors.row.notes.append(f"{told['skipped']} requests were not asked for: too many were running")
+    actors.row.check(not told["skipped"], f"{told['skipped']} requests were not asked for: too many were running")
     rate = told["asked"] / told["took_s"]
     actors.row.notes.append(f"{told['asked']} requests, {rate:.1f} a second, {told['repeats']} tries beyond the first")
 

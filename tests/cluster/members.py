@@ -22,8 +22,7 @@ def rolling_restart(actors: Actors) -> None:
         actors.until_healthy([service])
         _until_more_settle(actors)
     told = count_traffic(actors, "traffic")
-    if told["skipped"]:
-        actors.row.notes.append(f"{told['skipped']} requests were not asked for: too many were running")
+    actors.row.check(not told["skipped"], f"{told['skipped']} requests were not asked for: too many were running")
     rate = told["asked"] / told["took_s"]
     actors.row.notes.append(f"{told['asked']} requests, {rate:.1f} a second, {told['repeats']} tries beyond the first")
     for place, (destination, text) in enumerate(reversed(told["sample"])):
