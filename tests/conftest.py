@@ -1,6 +1,7 @@
 """What every test shares: a marker that names the numbered statement a test proves."""
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def _cost(item: pytest.Item) -> int:
     if item.get_closest_marker("model"):
         return 2
     return 1 if item.get_closest_marker("slow") else 0
+
+
+@pytest.fixture(autouse=True)
+def logged_as_before() -> Iterator[None]:
+    """No test leaves the log quieter than it found it: a later test that asks for a warning would not see it."""
+    logger = logging.getLogger("kvbus")
+    before = (logger.level, logging.root.manager.disable)
+    yield
+    assert (logger.level, logging.root.manager.disable) == before, "this test left kvbus's log at another level"
 
 
 @pytest.fixture

@@ -5,9 +5,12 @@ Both helpers return as soon as the predicate holds, so a generous deadline costs
 
 import asyncio
 import inspect
+import os
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 POLL_S = 0.005
 """Short against every real wait in the suite (a broker's round trip takes about a millisecond)."""
@@ -43,6 +46,20 @@ async def until(
         if time.monotonic() >= ends_at:
             raise AssertionError(_never_held(predicate, deadline_s, what))
         await asyncio.sleep(POLL_S)  # noqa: TID251 - the one place that polls
+
+
+def stand_still(pid: int) -> None:
+    """Stop a process, and return when each of its threads stands: the signal alone lets them run on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(_stands(thread) for thread in threads.iterdir()), what=f"process {pid} stands still")
+
+
+def _stands(thread: Path) -> bool:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it ended between the look at the folder and this one
+        return False
 
 
 def _never_held(predicate: Callable[[], object], deadline_s: float, what: str) -> str:

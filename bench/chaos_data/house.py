@@ -17,6 +17,7 @@ from bench.chaos_data import plants
 from bench.chaos_data.member import TICK_S, Member
 from bench.chaos_data.records import Described, MemberSettings
 from kvbus.errors import BackendError
+from tests.waiting import stand_still
 
 ANSWER_S = 60.0
 """A start, or a gigabyte filled, on a starved machine; a hang takes for ever."""
@@ -175,7 +176,7 @@ class House:
 
     def stop(self) -> float:
         """Let it stand still, as a frozen machine does; return when that was."""
-        os.kill(self.described[0].process.pid, signal.SIGSTOP)
+        stand_still(self.described[0].process.pid)
         return time.monotonic()
 
     def go_on(self) -> None:

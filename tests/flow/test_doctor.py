@@ -18,7 +18,7 @@ from kvbus.transport import BUCKET_INSTANCES
 from tests.absent import absent
 from tests.flow.command_line import COMMAND_S, Up, environment, kvbus, start_up, up
 from tests.flow.town import FAST, as_text, children, prompt
-from tests.waiting import wait_until
+from tests.waiting import stand_still, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +128,7 @@ async def registered(running: Up, name: str) -> AsyncIterator[None]:
 async def test_a_worker_that_stands_still_is_wrong_and_named_first(running: Up) -> None:
     pid = worker_pid(running, "b")
     async with registered(running, "b"):
-        os.kill(pid, signal.SIGSTOP)
+        stand_still(pid)
         try:
             ran = await asyncio.to_thread(looked, running.state, lambda ran: checks_of(ran)["a/m0"]["level"] == "ok")
         finally:

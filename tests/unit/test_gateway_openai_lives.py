@@ -27,7 +27,7 @@ from kvbus.roles.registry import registry_key
 from kvbus.transport import BUCKET_INSTANCES
 from tests.unit.gateway_parts import stage
 from tests.unit.openai_parts import QUICK, room, run_dir_of
-from tests.waiting import until
+from tests.waiting import stand_still, until
 
 SLOW: dict[str, object] = {**QUICK, "work_rounds": 4_000}
 """Some milliseconds a token, so that an answer of thousands does not end by itself while a test looks on."""
@@ -79,7 +79,7 @@ async def test_a_prefill_for_a_transfer_waits_for_few_answers_and_not_for_all_th
     async with room(tmp_path, {**QUICK, "work_rounds": 400}) as here:
         body = {"model": "b", "prompt": "x" * 16, "max_tokens": 200}
         engine = here.worker.processes[0]
-        engine.send_signal(signal.SIGSTOP)  # so that none has been answered before all are asked
+        stand_still(engine.pid)  # so that none has been answered before all are asked
         asking = [asyncio.ensure_future(here.client.post("/v1/completions", json=body)) for _ in range(12)]
         await until(lambda: here.line().waiting == 12 - AT_ENGINE_MAX, what="the others wait")
         await until(lambda: here.worker.port.statistics().calls_in_flight == AT_ENGINE_MAX, what="the worker has two")

@@ -1,8 +1,6 @@
 """Submitting a request: a broker that is away is a refusal at once, and a full queue is its own destination's only."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +22,7 @@ from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Command, Topics
 from kvbus.transport import Delivery
 from tests.unit.helpers.cut_bus import CutBus
-from tests.waiting import DEADLINE_S, until
+from tests.waiting import DEADLINE_S, stand_still, until
 
 TOPICS = Topics()
 SMALL = replace(EMBEDDED, transfer_messages_max=QUEUED_MAX + 500)
@@ -71,8 +69,7 @@ async def test_a_request_that_was_on_its_way_when_the_broker_died_is_unsure_at_o
     async with Publisher(bus=bus) as publisher:
         pid = broker.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # it takes the bytes, and confirms nothing
-        await until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        stand_still(pid)  # it takes the bytes, and confirms nothing
         asking = asyncio.ensure_future(asked(publisher, "on its way"))
         await asyncio.wait({asking}, timeout=0.3)
         assert not asking.done()

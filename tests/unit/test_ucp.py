@@ -17,7 +17,7 @@ from kvbus.dataplane import ucp, ucp_abi
 from kvbus.errors import BackendError, ConfigError
 from tests.absent import absent
 from tests.unit.ucp_peer import NOTICE_ID, PAGE_BYTES, RAISING_ID, Node, Peer, pattern, running_peer
-from tests.waiting import wait_until
+from tests.waiting import stand_still, wait_until
 
 BIG_PAGES = 128  # 8 MiB reads
 TCP_ONLY = {"TLS": "tcp"}
@@ -187,7 +187,7 @@ def test_a_forced_close_ends_every_request_of_a_frozen_peer() -> None:
         exported = peer.ask("export")
         connection = node.connect(exported)
         post_once(node, connection, exported["base"])
-        os.kill(exported["pid"], signal.SIGSTOP)
+        stand_still(exported["pid"])
         try:
             requests = [get(node, connection, exported["base"], 16) for _ in range(64)]
             node.drive()
@@ -336,7 +336,7 @@ def test_unfinished_requests_are_bounded() -> None:
     with running_peer(TCP_ONLY) as peer, node_with(TCP_ONLY) as node:
         exported = peer.ask("export")
         connection = node.connect(exported)
-        os.kill(exported["pid"], signal.SIGSTOP)
+        stand_still(exported["pid"])
         for _ in range(ucp.REQUESTS_MAX):
             get(node, connection, exported["base"])
         with pytest.raises(BackendError, match="unfinished"):
@@ -447,7 +447,7 @@ def test_a_forced_close_ends_a_batch_only_when_all_of_it_has_ended() -> None:
         exported = peer.ask("export")
         endpoint, rkey = node.connect(exported)
         wait_until(lambda: node.drive(get(node, (endpoint, rkey), exported["base"])))
-        os.kill(exported["pid"], signal.SIGSTOP)
+        stand_still(exported["pid"])
         batch = endpoint.get_all(pieces_of(node, exported["base"], range(4)), rkey, node.memory)
         assert not node.drive(batch)
         closing = endpoint.close(force=True)

@@ -93,13 +93,17 @@ def main(arguments: Sequence[str] | None = None, plants: Mapping[str, Plant] = P
     if not chosen:
         sys.stderr.write(f"mutants: no fault has {' or '.join(options.name)} in its name; --list names them\n")
         return EXIT_USAGE
-    _be_quiet()
     started = time.perf_counter()
     jobs = options.jobs if plants is PLANTS else 1
+    logger = logging.getLogger("kvbus")
+    before = logger.level
+    _be_quiet()
     try:
         outcomes = list(_with_bar(judge_all(chosen, min(jobs, len(chosen))), len(chosen)))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        logger.setLevel(before)  # whoever calls this goes on, and hears its own warnings
     order = {plant.name: at for at, plant in enumerate(chosen)}
     outcomes.sort(key=lambda outcome: order[outcome.plant])
     elapsed_s = time.perf_counter() - started

@@ -19,6 +19,7 @@ from kvbus.grants import Grant, MemoryAccess, PoolGeometry, SocketAccess, UcxAcc
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.memory import PoolMemory
 from kvbus.processes import identity
+from tests.waiting import stand_still
 
 PAGE_BYTES = 64 << 10
 LENDER_EPOCH = 5 << 32 | 0xA11CE
@@ -152,7 +153,7 @@ class LendingProcess:
 
     def freeze(self) -> None:
         self.answers = False
-        os.kill(self.pid, signal.SIGSTOP)
+        stand_still(self.pid)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
