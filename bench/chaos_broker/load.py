@@ -74,6 +74,10 @@ class Load:
         """Ask for some long prompts at once; return their hashes."""
         return {self._begin(BLOCKS_LONG).request_hash for _ in range(LONG)}
 
+    def all_refused(self, hashes: Collection[str]) -> bool:
+        """Whether nobody took any of these."""
+        return all(one.refused for one in self.asked if one.request_hash in hashes)
+
     async def repeat(self, ended: Collection[str]) -> int:
         """Send the newest requests that have ended again under their own ids, as after a lost ack; return how many."""
         known = [one.handle for one in self.asked if one.request_hash in ended]

@@ -1,6 +1,7 @@
 """A row at work: what a fault has in hand, and the reckoning at the end."""
 
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from tests.waiting import until
 END_S = 90.0
 """A request's own budget is 30 s, and the queue offers it again after 10 s, three times at most."""
 SERVED_S = 60.0
+ASK_AGAIN_S = 1.0
+"""What a destination runs at once takes about this long, so that there is room again."""
 HEARD_S = 3.0
 WAITED_S = 1.0
 CAUGHT_UP_S = 30.0
@@ -58,9 +61,24 @@ class Scene:
         await until(settled, SERVED_S, what="transfers settle again")
 
     async def amid(self) -> None:
-        """Return while long transfers are under way, so that the outage that follows meets them."""
+        """Return while long transfers are under way, so that the outage that follows meets them.
+
+        A destination that catches up after the last outage may refuse them all; then they are asked for again.
+        """
         self.outage, hashes = True, self.load.long()
-        await until(lambda: hashes & self.follower.begun, SERVED_S, what="a long transfer has begun")
+        asked_at = time.monotonic()
+
+        async def begun() -> bool:
+            nonlocal asked_at
+            if hashes & self.follower.begun:
+                return True
+            await self.load.hear(self.follower.ended)
+            if self.load.all_refused(hashes) and time.monotonic() >= asked_at + ASK_AGAIN_S:
+                hashes.update(self.load.long())
+                asked_at = time.monotonic()
+            return False
+
+        await until(begun, SERVED_S, what="a long transfer has begun")
 
     async def repeat(self) -> None:
         """Ask again for what has settled: a broker that was killed has forgotten the ids of what left its queue."""
