@@ -21,6 +21,8 @@ from kvbus.events import EVENT_LENGTH_MAX_BYTES, REQUEST_LENGTH_MAX_BYTES
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 SUBJECT_LENGTH_MAX_BYTES = 1024
 """A subject over 4 KiB closes the client; ours are at most about 170 bytes, the broker's own inboxes and acks 300."""
 
@@ -156,6 +158,8 @@ def _shown(url: str) -> str:
 
 _GIVEN_UP: set["asyncio.Future[Any]"] = set()
 """Calls under way: the loop keeps only weak references to tasks. As many as there are callers, and no more."""
+_CANCELS_MAX, _CANCEL_S = 8, 0.25
+"""Two seconds in all. Each wait of the client that loses a cancellation does so at most once; it has few, in a row."""
 
 
 async def within(awaitable: Awaitable[T], budget_s: float) -> T:
@@ -179,13 +183,22 @@ async def within(awaitable: Awaitable[T], budget_s: float) -> T:
 
 
 async def end_given_up(grace_s: float) -> None:
-    """Once the client is closed, wait for the calls that were given up, then cancel them: nothing answers any more."""
-    ours = {task for task in _GIVEN_UP if task.get_loop() is asyncio.get_running_loop()}
-    if ours:
-        _, left = await asyncio.wait(ours, timeout=grace_s)
+    """Once the client is closed, wait for the calls that were given up, then cancel them: nothing answers any more.
+
+    The client's own code may take a cancellation for something else and go on (its close and its connect wait by
+    `asyncio.wait_for`, which can lose one), so it is asked several times. What goes on even then is told and left.
+    """
+    left = {task for task in _GIVEN_UP if task.get_loop() is asyncio.get_running_loop()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=grace_s)
+    for _ in range(_CANCELS_MAX):
+        if not left:
+            return
         for task in left:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        _, left = await asyncio.wait(left, timeout=_CANCEL_S)
+    if left:
+        log.warning("calls of the client that go on although they were cancelled: %d", len(left))
 
 
 async def within_unless(awaitable: Awaitable[T], hopeless: asyncio.Event, budget_s: float) -> T:
