@@ -115,7 +115,7 @@ bench-peers: setup ## install what bench/dataplane.py measures beside kvbus (NIX
 chaos-data: setup ## kill, stop, forge and cancel between real processes, as a table (ARGS="--only 'source killed'")
 	$(BIN)/python -m bench.chaos_data $(ARGS)
 
-cluster: setup ## bring up the stories of compose/ on real containers and break them, as a table (ARGS="--only partition", ARGS=--quick)
+cluster: setup ## bring up the stories of compose/ on real containers and break them, as a table (ARGS="--only partition", ARGS=--quick, ARGS="--jobs 1")
 	@status=0; $(BIN)/python -m tests.cluster $(ARGS) || status=$$?; \
 	if [ $$status = 3 ]; then exit 0; fi; exit $$status # 3: there is no engine here, and it said so
 

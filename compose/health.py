@@ -9,7 +9,6 @@ does not, and why.
 import os
 import socket
 import sys
-import urllib.request
 from pathlib import Path
 
 WAIT_S = 2.0
@@ -33,6 +32,8 @@ def trouble() -> str:
 
 
 def _http_trouble(url: str) -> str:
+    import urllib.request  # noqa: PLC0415 - it costs more than all the rest, and workers do not need it
+
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the host's proxy does not lead in here
     try:
         with direct.open(url, timeout=WAIT_S):

@@ -1,10 +1,11 @@
 # noqa: INP001 - a program of the stories
 """Steady traffic: asks for transfers between instances, so many a second, and counts how each of them ends.
 
-    python traffic.py --pairs a:b,b:a --rate 2 --blocks 24
+    python traffic.py --pairs a:b,b:a --rate 2 --blocks 24 --ready /run/kvbus/asks
 
 A line on stdout for each end; on SIGTERM it asks for nothing more, awaits what runs, and prints one document with the
-counts, the failures, and some of the prompts that settled. Exit status 1 where a request failed or was lost.
+counts, the failures, and some of the prompts that settled. Exit status 1 where a request failed or was lost. Once it
+asks, the file `--ready` is there, for a health check.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvbus.errors import KvbusError
 from kvbus.publisher import Publisher
@@ -100,6 +102,8 @@ async def traffic(options: argparse.Namespace) -> Counts:
     pairs = itertools.cycle(pair.split(":") for pair in options.pairs.split(","))
     async with Publisher(os.environ.get("KVBUS_NATS_URL"), requester=options.name or None) as publisher:
         began = time.monotonic()
+        if options.ready:
+            options.ready.touch()
         while not stop.is_set():
             source, destination = next(pairs)
             if len(running) < RUNNING_MAX:
@@ -126,6 +130,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=24, help="whole blocks of each prompt")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a request and its repeats")
     parser.add_argument("--name", default="", help="the requester's name")
+    parser.add_argument("--ready", type=Path, metavar="FILE", help="made once it asks")
     counts = asyncio.run(traffic(parser.parse_args()))
     sys.stdout.write(json.dumps(counts.document()) + "\n")
     return 0 if counts.settled == counts.asked else 1

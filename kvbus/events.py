@@ -7,6 +7,7 @@ little-endian bytes, so that a thousand facts cost microseconds rather than mill
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, ValidationError
@@ -324,8 +325,9 @@ class UnknownKind(Part):
     kind: str
 
 
-class Event(Part):
-    """One decoded message."""
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decoded message; header and body were checked, each by its own model."""
 
     header: Header
     body: EventBody | UnknownKind
@@ -350,8 +352,8 @@ def split(data: bytes) -> tuple[bytes, ...]:
 
     A batch within a batch is no event: `decode` would return it, and its reader refuses it.
     """
-    event = decode(data)
-    return event.body.events if isinstance(event.body, EventsBatch) else (data,)
+    body = decode(data).body
+    return body.events if isinstance(body, EventsBatch) else (data,)
 
 
 def decode_all(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> Iterator[Event | PeerError]:
@@ -387,13 +389,12 @@ def decode(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> 
             raise PeerError("event body must be a map", got=type(body_document).__name__, kind=header.k)
         kind = KINDS.get(header.k)
         if kind is None:
-            return Event.model_construct(header=header, body=UnknownKind(kind=header.k))
-        return Event.model_construct(header=header, body=cast("EventBody", kind.model_validate(body_document)))
+            return Event(header, UnknownKind(kind=header.k))
+        return Event(header, cast("EventBody", kind.model_validate(body_document)))
     except ValidationError as error:
         raise PeerError("event does not fit its kind", problem=_first_problem(error)) from error
 
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in problem["loc"]) or "event"
-    return f"{where}: {problem['msg']}"[:300]
+    return f"{'.'.join(map(str, problem['loc'])) or 'event'}: {problem['msg']}"[:300]

@@ -356,6 +356,10 @@ class Worker:
 
 
 def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # no loop runs here: another thread, so the loop has to be woken
+        if asyncio.get_running_loop() is loop:
+            event.set()
+            return
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
         loop.call_soon_threadsafe(event.set)
 

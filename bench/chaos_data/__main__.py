@@ -1,8 +1,8 @@
 """The faults of the data plane between real processes, as a table: every count but `runs` must be 0.
 
-Times go from the fault to the evidence that access has ended. The moments at which processes die, stop or are cancelled
-are random: the seed is printed, and `--seed` repeats them. Exit status 0: all clean; 1: something is wrong, and is
-named; 2: wrong options.
+Each row is printed as it ends, and all of them together at the end. Times go from the fault to the evidence that access
+has ended. The moments at which processes die, stop or are cancelled are random: the seed is printed, and `--seed`
+repeats them. Exit status 0: all clean; 1: something is wrong, and is named; 2: wrong options.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,11 +19,12 @@ from rich.text import Text
 
 from bench.chaos_data.catalog import CASES, Case, chosen
 from bench.chaos_data.plants import PLANTS
-from bench.chaos_data.table import HEAD, TIMES, Row, cells, problems
+from bench.chaos_data.table import HEAD, TIMES, Row, cells, line, problems
 
 WIDTH = 140
 """Of the table where no terminal says it."""
 COUNTS = ("runs", "wrong", "leaked", "aborted", *TIMES)
+HEADINGS = (*HEAD, *TIMES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"nothing is called {', '.join(options.only)}; --list names all\n")
         return 2
     began = time.monotonic()
-    rows = _run(cases, options.seed, options.rounds, options.plant, is_quiet=options.json)
+    rows = _all_rows(cases, options)
     document = {
         "seed": options.seed,
         "plant": options.plant,
@@ -69,29 +70,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(cases: Sequence[Case], seed: int, rounds: int | None, plant: str, *, is_quiet: bool) -> list[Row]:
-    rows: list[Row] = []
+def _all_rows(cases: Sequence[Case], options: argparse.Namespace) -> list[Row]:
+    """Run all rows, and print each as it ends; a bar goes beside them where errors go to a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet) as progress:
-        task = progress.add_task(f"seed {seed}", total=len(cases))
-        for case in cases:
-            progress.update(task, description=f"seed {seed}: {case.name}")
-            row = case.row()
-            try:  # each row has moments of its own, whichever others are run
-                case.run(row, random.Random(f"{seed} {case.name}"), rounds or case.rounds, plant)
-            except Exception as error:  # noqa: BLE001 - what a fault raises is a finding of its row
-                row.problems.append(f"{type(error).__name__}: {error}")
+    console = Console(stderr=True, highlight=False)
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
+
+    def say(*texts: str) -> None:
+        for text in () if options.json else texts:
+            if console.is_terminal and sys.stdout.isatty():
+                console.print(Text(text), soft_wrap=True)  # above the bar, which has the same screen
+            else:
+                print(text, flush=True)
+
+    rows: list[Row] = []
+    with bar:
+        say(line(HEADINGS))
+        for row in _run(cases, options, bar):
             rows.append(row)
-            progress.advance(task)
+            say(line(cells(row)), *problems([row]))
     return rows
 
 
+def _run(cases: Sequence[Case], options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
+    """Yield each row as it ends."""
+    seed = options.seed
+    task = progress.add_task(f"seed {seed}", total=len(cases))
+    for case in cases:
+        progress.update(task, description=f"seed {seed}: {case.name}")
+        row = case.row()
+        try:  # each row has moments of its own, whichever others are run
+            case.run(row, random.Random(f"{seed} {case.name}"), options.rounds or case.rounds, options.plant)
+        except Exception as error:  # noqa: BLE001 - what a fault raises is a finding of its row
+            row.problems.append(f"{type(error).__name__}: {error}")
+        yield row
+        progress.advance(task)
+
+
 def _show(rows: Sequence[Row], seed: int, seconds: float) -> None:
+    """Print all rows together, and what is to be said of them."""
     screen = Console(highlight=False)
+    screen.print()
     if not screen.is_terminal:
         screen.width = WIDTH
     table = Table(box=None, pad_edge=False)
-    for name in (*HEAD, *TIMES):
+    for name in HEADINGS:
         table.add_column(name, justify="right" if name in COUNTS else "left", no_wrap=name != "evidence")
     for row in rows:
         table.add_row(*map(Text, cells(row)), style="" if row.is_clean else "bold red")

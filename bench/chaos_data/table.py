@@ -98,6 +98,17 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+WIDTHS = (34, 9, 9, 4, 5, 6, 7, 11, 0, 9, 9)
+"""Of the cells of a line by itself; the evidence has as much room as it takes, behind all others."""
+
+
+def line(texts: Sequence[str]) -> str:
+    """Return one row's cells as a line that stands below others, whatever those will be."""
+    told = [text.ljust(width) for text, width in zip(texts, WIDTHS, strict=True)]
+    evidence = told.pop(HEAD.index("evidence"))
+    return "  ".join([*told, evidence]).rstrip()
+
+
 def problems(rows: Iterable[Row]) -> list[str]:
     """Return what is wrong, row by row, in sentences."""
     found: list[str] = []

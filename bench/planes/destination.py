@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,6 +74,17 @@ class Watched(Unrecorded):
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """One transfer under way: its lease, what its source is to be asked, and when it began."""
+
+    contestant: str
+    ticket: int
+    lease: PoolLease
+    question: LendRequested
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """What came of one transfer: which pages arrived whole, after how many seconds that was known, and why not all."""
 
@@ -92,18 +104,19 @@ class Destination:
         self.pool.memory.export()
         self.names = self.pool.names(tokens_of(pages), SALT)
         self.woken = threading.Event()
-        self.planes = [UcxPlane(wake=self.woken.set, settings=settings) for settings in ({}, TCP_ONLY)]
+        self.on_wake: Callable[[], object] = self.woken.set
+        self.planes = [UcxPlane(wake=self.wake, settings=settings) for settings in ({}, TCP_ONLY)]
         for plane in self.planes:
             plane.start()
             plane.register(self.pool.memory)
-        sockets = SocketReader(wake=self.woken.set)
+        sockets = SocketReader(wake=self.wake)
         sockets.start()
         sockets.register(self.pool.memory)
-        memory = MemoryReader(wake=self.woken.set)
+        memory = MemoryReader(wake=self.wake)
         memory.start()
         memory.register(self.pool.memory)
         self.process = identity()
-        by_ucx, by_tcp = (UcxReader(plane, wake=self.woken.set) for plane in self.planes)
+        by_ucx, by_tcp = (UcxReader(plane, wake=self.wake) for plane in self.planes)
         self.by_ucx = {"kvbus-ucx": by_ucx, "kvbus-ucx-tcp": by_tcp}
         self.choosing = ChoosingReader(
             "auto", (by_ucx, memory, sockets), planner=Planner(self.process), lanes={by_ucx.name: by_ucx.lanes}
@@ -128,6 +141,10 @@ class Destination:
         self.answers = self.questions.makefile("rb")
         self.numbers = itertools.count(1)
         self.kept: list[PoolLease] = []
+
+    def wake(self) -> None:
+        """Take note that a reader has something to say; called from the readers' threads."""
+        self.on_wake()
 
     # --------------------------------------------------------------------------------------------------- the pages
 
@@ -155,45 +172,41 @@ class Destination:
             raise RuntimeError(f"{contestant}: {count} pages were asked for: {brought.text}")
         return brought.seconds
 
-    def bring(self, contestant: str, count: int) -> "Brought":
+    def bring(self, contestant: str, count: int) -> Brought:
         """Run one whole transfer, whatever comes of it; RuntimeError where it does not end."""
+        which = WAYS[contestant][0]
+        self.woken.clear()
+        begun = self.begin(contestant, count)
+        order = self.order(begun, self.said(which, begun.question))
+        self.read(begun, order)
+        deadline = time.monotonic() + TRANSFER_WAIT_S
+        while not self.has_ended(begun) and time.monotonic() < deadline:
+            self.woken.wait(0.05)
+            self.woken.clear()
+            self.rounds.run()
+        brought = self.brought(begun)
+        self.said(which, LeaseReleased(key=order.grant.reader, nonce=order.grant.nonce))  # as over the bus, each time
+        return brought
+
+    def begin(self, contestant: str, count: int) -> Begun:
+        """Lease the pages of a transfer; the source is to be asked next."""
         names, transfer = self.names[:count], f"t{next(self.numbers)}"
         which, transports = WAYS[contestant]
-        holder, rounds, watched = self.holder, self.rounds, self.watched
-        self.woken.clear()
         began = time.perf_counter()
         lease = self.pool.lender.lend_write(names, range(count), prompt_blocks=count, salt=SALT)
         mode = SubmitMode(BINDINGS[which], Direction.WRITE)
-        ticket = holder.take(lease, mode, now=time.monotonic(), peer="A", transfer=transfer)
+        ticket = self.holder.take(lease, mode, now=time.monotonic(), peer="A", transfer=transfer)
         parties = (Party("m0", LOCAL_EPOCH, 0, ticket),)
-        rounds.decide(lambda agreement: agreement.open(transfer, parties))
-        rounds.run()
-        order = self.ask(transfer, names, which, transports)
-        holder.assign(ticket, order)
-        rounds.run()
-        deadline = time.monotonic() + TRANSFER_WAIT_S
-        while holder.bits(ticket) and time.monotonic() < deadline:
-            self.woken.wait(0.05)
-            self.woken.clear()
-            rounds.run()
-        if not watched.bits[ticket] & Fact.RETURNED:
-            raise RuntimeError(f"{contestant}: the transfer did not end within {TRANSFER_WAIT_S:g} s")
-        self.said(which, LeaseReleased(key=order.grant.reader, nonce=order.grant.nonce))  # as over the bus, each time
-        text, ended_at = watched.texts.pop(ticket, ""), watched.ended_at.pop(ticket)
-        del watched.bits[ticket]
-        for way in self.choosing.ways(ticket):
-            if way.step == "moving":
-                self.ways[contestant] = way.text
-        return Brought(lease.arrived or (), ended_at - began, text)
+        self.rounds.decide(lambda agreement: agreement.open(transfer, parties))
+        self.rounds.run()
+        return Begun(contestant, ticket, lease, self.question(transfer, names, transports), began)
 
-    def ask(self, transfer: str, names: tuple[bytes, ...], which: str, transports: tuple[str, ...]) -> ReadOrder:
-        """Ask the source, and check its grant as a worker does."""
-        layout_ = self.pool.layout
-        key = ReaderKey(instance="B", member="m0", epoch=LOCAL_EPOCH, transfer=transfer, attempt=1, rank=0)
-        body = LendRequested(
-            key=key,
+    def question(self, transfer: str, names: tuple[bytes, ...], transports: tuple[str, ...]) -> LendRequested:
+        """Return what the source is asked."""
+        return LendRequested(
+            key=ReaderKey(instance="B", member="m0", epoch=LOCAL_EPOCH, transfer=transfer, attempt=1, rank=0),
             nonce=secrets.token_bytes(16),
-            fingerprint=layout_.fingerprint(),
+            fingerprint=self.pool.layout.fingerprint(),
             names=b"".join(names),
             first_block=0,
             salt=SALT,
@@ -204,22 +217,51 @@ class Destination:
             source_epoch=SOURCE_EPOCH,
             transports=transports,
         )
-        answer = self.said(which, body)
+
+    def order(self, begun: Begun, answer: object) -> ReadOrder:
+        """Check the source's grant as a worker does; RuntimeError where it did not lend."""
+        layout_ = self.pool.layout
         if not isinstance(answer, LendAnswered) or answer.status != "granted":
             raise RuntimeError(f"the source did not lend: {answer}")
         grant = unseal(answer.grant, answer.signature, self.told.verify_key)
-        expected = Expected(key, "A", SOURCE_EPOCH, layout_.fingerprint(), layout_.page_bytes, len(names))
+        count = len(begun.lease.pages)
+        expected = Expected(begun.question.key, "A", SOURCE_EPOCH, layout_.fingerprint(), layout_.page_bytes, count)
         if text := refusal(grant, expected):
             raise RuntimeError(f"the grant is refused: {text}")
         return ReadOrder(grant, expected, self.told.process)
 
+    def read(self, begun: Begun, order: ReadOrder) -> None:
+        """Let the readers begin."""
+        self.holder.assign(begun.ticket, order)
+        self.rounds.run()
+
+    def has_ended(self, begun: Begun) -> bool:
+        """Whether nothing of the transfer is held any more."""
+        return not self.holder.bits(begun.ticket)
+
+    def brought(self, begun: Begun) -> Brought:
+        """Return what came of a transfer; RuntimeError where it has not ended."""
+        ticket, watched = begun.ticket, self.watched
+        if not watched.bits[ticket] & Fact.RETURNED:
+            raise RuntimeError(f"{begun.contestant}: the transfer did not end within {TRANSFER_WAIT_S:g} s")
+        text, ended_at = watched.texts.pop(ticket, ""), watched.ended_at.pop(ticket)
+        del watched.bits[ticket]
+        for way in self.choosing.ways(ticket):
+            if way.step == "moving":
+                self.ways[begun.contestant] = way.text
+        return Brought(begun.lease.arrived or (), ended_at - begun.began, text)
+
     def said(self, which: str, body: Body) -> object:
         """Return what a lender answers to a message."""
-        header = Header(k=body.KIND, i="B", m="m0", e=LOCAL_EPOCH, s=next(self.numbers), t=time.time_ns())
-        data = encode(header, body)
-        self.questions.sendall(FRAME.pack(LENDERS.index(which), len(data)) + data)
+        self.questions.sendall(self.framed(which, body))
         _, length = FRAME.unpack(self.answers.read(FRAME.size))
         return decode(self.answers.read(length)).body
+
+    def framed(self, which: str, body: Body) -> bytes:
+        """Return a message to a lender as it travels."""
+        header = Header(k=body.KIND, i="B", m="m0", e=LOCAL_EPOCH, s=next(self.numbers), t=time.time_ns())
+        data = encode(header, body)
+        return FRAME.pack(LENDERS.index(which), len(data)) + data
 
     def lanes(self) -> dict[str, list[str]]:
         """Return UCX's transports by contestant, once connected."""

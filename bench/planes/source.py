@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from dataplane_socket import TCP_ONLY, layout, serve_plain, views_of
 from planes.cases import source_order
+from planes.heartbeat import Beats, Heartbeat
 
 from kvbus.dataplane.socket_lending import ServedLending
 from kvbus.dataplane.socket_server import SocketServer
@@ -213,7 +214,24 @@ def rewrite(pool: PoolSide, pages: list[int], seed: int) -> None:
     pool.memory.generations.seal_pages(pages)
 
 
-COMMANDS: dict[str, Callable[..., object]] = {"serve": serve_pages, "rewrite": rewrite}
+def beat(pool: PoolSide) -> None:
+    """Measure from now on how late this process's loop is."""
+    del pool
+    HEARTBEATS.append(Heartbeat())
+    HEARTBEATS[-1].start()
+
+
+def beats(pool: PoolSide) -> Beats:
+    """Return what was measured since."""
+    del pool
+    return HEARTBEATS.pop().stop()
+
+
+HEARTBEATS: list[Heartbeat] = []
+"""The one that ticks now, if any."""
+COMMANDS: dict[str, Callable[..., object]] = {
+    "serve": serve_pages, "rewrite": rewrite, "beat": beat, "beats": beats,
+}  # fmt: skip
 
 
 async def serve(pipe: Connection, path: Path, page_bytes: int, pages: int, *, contiguous: bool) -> None:

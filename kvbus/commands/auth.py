@@ -35,12 +35,14 @@ def auth() -> None:
     """Say who may speak: credentials for instances, requesters and observers."""
 
 
-@auth.command()
+@auth.command(short_help="Write a credential for each user, and the broker's rules.")
 @click.option("--instances", required=True, metavar="A,B", help="Names, separated by commas.")
 @click.option("--members", multiple=True, metavar="A=M0,M1", help="An instance's members; m0 where none are given.")
 @click.option("--requesters", default="", metavar="NAMES", help="Who asks for transfers: a gateway, a script.")
 @click.option("--observers", default="", metavar="NAMES", help="Who watches: dashboards.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, help="Where they are written."
+)
 @click.option("--prefix", default="kv", show_default=True, help="First token of all subjects.")
 @click.option("--force", is_flag=True, help="Make new keys for all, also where there are some.")
 @json_option
@@ -72,7 +74,7 @@ def init(
     click.echo(f"rules {folder / RULES}: include them in the broker's configuration, then reload it")
 
 
-@auth.command()
+@auth.command(short_help="Try on the broker what each credential may and may not do.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Check all credentials there.")
 @broker_options
 @json_option

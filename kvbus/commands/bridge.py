@@ -29,7 +29,7 @@ def bridge() -> None:
     """Bring what an engine says of its own onto the bus."""
 
 
-@bridge.command("vllm-events")
+@bridge.command("vllm-events", short_help="Tell which blocks a vLLM server's own cache takes up and drops.")
 @click.option("--endpoint", default="tcp://127.0.0.1:5557", show_default=True, help="Where vLLM publishes.")
 @click.option("--replay", default="", metavar="ADDRESS", help="vLLM's replay endpoint; without it no gap is repaired.")
 @click.option("--topic", default="", help="The topic that vLLM was given.")

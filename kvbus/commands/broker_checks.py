@@ -18,6 +18,7 @@ from kvbus.bus_assets import AssetLimits, Assets, drift
 from kvbus.bus_guards import SERVER_FLOOR, nodes
 from kvbus.commands.common import entering
 from kvbus.commands.findings import Notes, address_of
+from kvbus.commands.wording import counted
 from kvbus.errors import BusError, ConfigError
 from kvbus.topics import Topics
 
@@ -193,4 +194,4 @@ def _compare(notes: Notes, wanted: dict[str, object], answer: dict[str, object])
         return
     held = state.get("messages", 0) if isinstance(state, dict) else 0
     replicas = config.get("num_replicas", 1) if isinstance(config, dict) else 1
-    notes.ok(name, f"as it should be; {held} messages, {replicas} replica{'s' if replicas != 1 else ''}")
+    notes.ok(name, f"as it should be; {counted(held, 'message')}, {counted(replicas, 'replica')}")

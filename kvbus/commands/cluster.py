@@ -183,23 +183,31 @@ class Cluster:
             worker.send_signal(number)
         await _end(worker)
 
-    async def until_part_ends(self) -> str:
-        """Wait until a worker or the gateway ends, and return a sentence about it."""
+    async def until_part_ends(self, on_leave: Callable[[str], None]) -> str:
+        """Wait until a worker, the gateway or our broker fails, and return a sentence about it.
+
+        A worker that ends with status 0 was drained, or told to end: `on_leave` hears its instance, and all else goes
+        on. That holds for the last of them too, since whoever drained it still asks the broker what became of it.
+        """
         waits = {
             asyncio.ensure_future(worker.wait()): (f"instance {name}", self.log(name))
             for name, worker in self.workers.items()
         }
         if self.door is not None:
             waits[asyncio.ensure_future(self.door.ended())] = ("the gateway", self.door.log)
+        if self.broker is not None and self._minder is not None:  # which ends with the broker
+            waits[asyncio.ensure_future(self._minder.wait())] = ("the broker", self.broker.folder / "run")
         try:
-            ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for one in ended:
+                    (name, log), status = waits.pop(one), one.result()
+                    if status or not name.startswith("instance "):
+                        return f"{name} {_how(name, status)}, so everything stops; its log: {log}"
+                    on_leave(name.removeprefix("instance "))
         finally:
             for wait in waits:
                 wait.cancel()
-        first = ended.pop()
-        (name, log), status = waits[first], first.result()
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"{name} {how}, so everything stops; its log: {log}"
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -297,6 +305,13 @@ class Cluster:
             if told := [line for line in lines if line.startswith(speaker)]:
                 return told[-1]
         return " | ".join(lines[-3:]) or "its log is empty"
+
+
+def _how(name: str, status: int) -> str:
+    """Return how a part ended; of the broker's own status nothing is known here."""
+    if name == "the broker":
+        return "ended"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def _user(instance: str) -> User:

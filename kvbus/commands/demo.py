@@ -45,7 +45,13 @@ FACTS_WAIT_S, QUIET_S = 5.0, 0.5
 
 
 @click.command()
-@click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="toy",
+    show_default=True,
+    help="What computes; transformers needs the model that `make demo` or scripts/get_model gets.",
+)
 @click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
 @click.option(
     "--transport",

@@ -17,7 +17,13 @@ from kvbus.commands.common import broker_options, connect, json_option, print_do
     show_default=True,
     help="For how long facts and decisions are kept, where their space allows.",
 )
-@click.option("--replicas", type=click.Choice(["1", "3"]), default="1", show_default=True)
+@click.option(
+    "--replicas",
+    type=click.Choice(["1", "3"]),
+    default="1",
+    show_default=True,
+    help="Brokers that keep each log; 3 needs a cluster of three.",
+)
 @broker_options
 @json_option
 def init(nats_url: str, token: str, prefix: str, facts_mib: int, keep_hours: int, replicas: str, as_json: bool) -> None:

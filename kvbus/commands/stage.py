@@ -48,7 +48,13 @@ Prompt = str | list[int] | list[dict[str, str]]
 @click.option("--file", "path", type=click.Path(path_type=Path), help="Read the prompt from a file, as it stands.")
 @click.option("--tokens", "tokens_path", type=click.Path(path_type=Path), help="Read token ids (a JSON list).")
 @click.option("--messages", "messages_path", type=click.Path(path_type=Path), help="Read chat messages (a JSON list).")
-@click.option("--on-miss", type=click.Choice(["prefill", "partial", "fail"]), default="prefill", show_default=True)
+@click.option(
+    "--on-miss",
+    type=click.Choice(["prefill", "partial", "fail"]),
+    default="prefill",
+    show_default=True,
+    help="What the source does about blocks that it lacks: compute them, lend what it has, or fail.",
+)
 @click.option("--salt", default="", help="Cache salt: keeps tenants' pages apart.")
 @click.option("--budget", default=30.0, show_default=True, help="Seconds that the transfer may take.")
 @broker_options
@@ -151,9 +157,8 @@ def closing_line(handle: TransferHandle, verdict: Verdict, outcome: TransferOutc
         if verdict.verdict in {"refused", "skipped_busy"}:
             return f"{verdict.verdict}: {verdict.reason}"
         if verdict.verdict == "queued":
-            return (
-                f"queued: {verdict.reason}; the request stays in its queue for up to ten minutes · kvbus story {known}"
-            )
+            stays = "the request stays in its queue for up to ten minutes"
+            return f"queued: {verdict.reason}; {stays} · once it is taken: kvbus story {known}"
         return f"{verdict.verdict}: no outcome came in time · kvbus story {known}"
     joined = " (joined an earlier request)" if verdict.verdict == "deduped" else ""
     why = f": {outcome.reason}" if outcome.reason else ""
@@ -185,6 +190,8 @@ def _prompt(text: str | None, path: Path | None, tokens_path: Path | None, messa
         if path is not None:
             return path.read_text()
         content = json.loads((tokens_path or messages_path or Path()).read_text())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt file cannot be read: it is no UTF-8 text from byte {error.start} on") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"the prompt file cannot be read: {error}") from error
     if not isinstance(content, list):

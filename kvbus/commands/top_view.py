@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from kvbus import names
 from kvbus.commands.rendering import clock_time, printable
 from kvbus.commands.wording import counted, size
 from kvbus.picture.rows import EndedRow, IsolatedRow, LeaseRow, MemberRow, OutOfUseRow, Shown, TransferRow
@@ -112,9 +113,16 @@ def age(elapsed_ns: int) -> str:
     return f"{hours} h" if hours < 48 else f"{hours // 24} d"
 
 
+def took(seconds: float) -> str:
+    """Return how long a transfer took in at most seven signs, rounded and not cut off."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 600 else age(round(seconds * 1e9))
+
+
 def epoch_text(epoch: int) -> str:
-    """Return an epoch such that two runs of a member are told apart: its counter, and some of its random part."""
-    return f"{epoch >> 32}.{epoch & 0xFFFF:04x}" if epoch else "?"
+    """Return an epoch as the live page shows it; a mark where it is not known."""
+    return names.epoch_text(epoch) if epoch else "?"
 
 
 # ----------------------------------------------------------------------------------------------------------- sections
@@ -226,7 +234,7 @@ def _isolated(isolated: Sequence[IsolatedRow], look: Look) -> Section:
 def _ended(shown: Shown, look: Look) -> Section:
     columns = (
         Column("", 1), Column("transfer", 18), Column("from → to", 13), Column("outcome", 9),
-        Column("pages", 7, right=True), Column("bytes", 8, right=True), Column("took", 6, right=True), Column("", 0),
+        Column("pages", 7, right=True), Column("bytes", 8, right=True), Column("took", 7, right=True), Column("", 0),
     )  # fmt: skip
 
     def cells(row: EndedRow) -> tuple[str, ...]:
@@ -234,7 +242,7 @@ def _ended(shown: Shown, look: Look) -> Section:
         return (
             _mark(row.transfer, look), row.transfer, f"{row.source} → {row.destination}", row.outcome,
             f"{row.pages_moved}/{row.pages_wanted - row.pages_held}", size(row.length_bytes),
-            age(int(row.total_s * 1e9)) if row.total_s >= 1 else f"{row.total_s * 1e3:.0f} ms", why,
+            took(row.total_s), why,
         )  # fmt: skip
 
     def style(row: EndedRow) -> str:

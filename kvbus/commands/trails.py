@@ -228,7 +228,8 @@ class Index:
             return Found(hits.pop())
         if hits:
             return NotFound(wanted, f"{len(hits)} transfers begin so: give more of the id", self._newest_first(hits))
-        return self._not_found(wanted, "no recorded event names it: mistyped, or older than what the log still holds")
+        why = "mistyped, older than what the log still holds, or not taken from its queue yet"
+        return self._not_found(wanted, f"no recorded event names it: {why}")
 
     def _of_request(self, transfers: list[str]) -> Found:
         newest = self.newest(transfers)

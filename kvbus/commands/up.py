@@ -18,7 +18,13 @@ from kvbus.errors import ConfigError
 
 
 @click.command()
-@click.option("--engine", type=click.Choice(ENGINES), default="toy", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="toy",
+    show_default=True,
+    help="What computes; transformers needs the model that `make demo` or scripts/get_model gets.",
+)
 @click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
 @click.option("--instances", default="a,b", show_default=True, help="Names, separated by commas.")
 @click.option("--pages", default=256, show_default=True, help="Pages in each pool.")
@@ -72,7 +78,7 @@ def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
         raise click.BadParameter("the broker of --nats has its own users: give --credentials", param_hint="--auth")
     engine = str(settings["engine"])
     plan = ClusterPlan(
-        instances=tuple(name.strip() for name in instances.split(",") if name.strip()),
+        instances=_names(instances),
         engine=engine,
         engine_options=engine_options(engine, options),
         pages=int(str(settings["pages"])),
@@ -92,6 +98,19 @@ def up(as_json: bool, options: str, instances: str, **settings: object) -> int:
         **entering(),
     )
     return asyncio.run(_up(plan, as_json=as_json))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Return the names of --instances, each of them once; a blank or a star would make it no source over HTTP."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise click.BadParameter("name at least one, such as a,b", param_hint="--instances")
+    for name in names:
+        if names.count(name) > 1:
+            raise click.BadParameter(f"{name!r} is named {names.count(name)} times", param_hint="--instances")
+        if "*" in name or any(ord(sign) <= ord(" ") for sign in name):
+            raise click.BadParameter(f"{name!r} may hold no blank and no star", param_hint="--instances")
+    return names
 
 
 def _limits(settings: Mapping[str, object]) -> TransferLimits:
@@ -128,7 +147,11 @@ async def _up(plan: ClusterPlan, *, as_json: bool) -> int:
             print_document({key: value for key, value in state.items() if key != "token"})
         _explain(cluster, screen.print)
         screen.print(f"[dim]address and token: {path}[/]")
-        ended = asyncio.ensure_future(cluster.until_part_ends())
+        ended = asyncio.ensure_future(
+            cluster.until_part_ends(
+                lambda name: screen.print(f"instance {name} has left; all else goes on until Ctrl-C")
+            )
+        )
         await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             ended.cancel()
@@ -175,6 +198,6 @@ def _explain(cluster: Cluster, say: Callable[[str], None]) -> None:
         say(f"credentials: {cluster.keys}")
     if len(names) > 1:
         say("in other shells:")
-        say("  kvbus watch")
+        say("  kvbus top")
         say(f'  kvbus stage --from {names[0]} --to {names[1]} "…a prompt…"')
     say("Ctrl-C stops everything.")

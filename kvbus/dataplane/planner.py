@@ -65,14 +65,16 @@ Costs = Mapping[str, Cost]
 
 MEASURED: Final[Costs] = MappingProxyType(
     {
-        "memory": Cost(165, 0.8, 155),
-        "ucx over cma": Cost(335, 4.2, 250),
-        "ucx over tcp": Cost(400, 12, 580),
-        "socket": Cost(495, 1.5, 450),
+        "memory": Cost(150, 2.5, 180),
+        "ucx over cma": Cost(710, 5, 290),
+        "ucx over tcp": Cost(820, 36, 570),
+        "socket": Cost(710, 1.2, 440),
     }
 )
-"""What bench/ways.py prints, the middle of three runs on two busy cores: 1 to 256 scattered pages of 4 KiB to 2 MiB.
-What a page costs by memory and over cma was measured again, on busier cores, since many share a turn or a post.
+"""What bench/ways.py prints, the middle of seven runs on two cores that much other work kept busy: 1 to 256 scattered
+pages of 4 KiB to 2 MiB. Each thread that has to be woken for an order waited for its turn there, and few pages by
+memory are read without waking one. An order over cma and one by socket cost the same within the noise, and stand with
+one number.
 
 TCP was measured over loopback. A slower network adds the same to both ways that use it. RDMA was not measured: no
 wheel of UCX has it. Where it is, name `ucx`."""

@@ -9,6 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from kvbus.gateway.kinds import kind_of
+
 BODY_LENGTH_MAX_BYTES = 2 << 20
 """A request on the bus holds at most 196,608 token ids; as JSON, with six digits and a comma each, 1.4 MB."""
 BODIES_LENGTH_MAX_BYTES = 64 << 20
@@ -46,7 +48,7 @@ def http_error_answer(_request: Request, error: Exception) -> Response:
     """Return the answer where no route fits: 404 and 405."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
-    text = error.detail if isinstance(error, HTTPException) else "internal error"
+    text = f"{error.detail}: /docs lists what there is" if isinstance(error, HTTPException) else "internal error"
     return answer({"error": text}, status, headers=headers)
 
 
@@ -68,6 +70,8 @@ class Bodies:
     async def json_object(self, request: Request) -> dict[str, object]:
         """Return the JSON object that a body holds; Problem 400, 408, 413 or 503 where it does not."""
         async with self._read(request) as data:
+            if not data:
+                raise Problem(400, "body is empty: send a JSON object")
             try:
                 document = json.loads(data)
             except RecursionError as error:
@@ -75,7 +79,7 @@ class Bodies:
             except ValueError as error:
                 raise Problem(400, f"body is not JSON: {str(error)[:200]}") from error
             if not isinstance(document, dict):
-                raise Problem(400, f"body must be a JSON object, got {type(document).__name__}")
+                raise Problem(400, f"body must be a JSON object, got {kind_of(document)}")
             return document
 
     @asynccontextmanager

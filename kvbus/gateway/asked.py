@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from kvbus.codec import pack
+from kvbus.gateway.kinds import kind_of, shown
 from kvbus.names import request_hash
 from kvbus.parts import OnMiss, Prompt
 from kvbus.publisher import checked_prompt
@@ -105,7 +106,7 @@ def _text(body: Mapping[str, object], field: str, length_max: int) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _unfit(f"{field} must be a string, got {type(value).__name__}")
+        raise _unfit(f"{field} must be a string, got {kind_of(value)}")
     if len(value) > length_max:
         raise ValueError(f"{field} is longer than {length_max} characters")
     return _unicode(field, value)
@@ -115,9 +116,13 @@ def _prompt(value: object) -> Given:
     if isinstance(value, str):
         return _unicode("prompt", value)
     if not isinstance(value, list):
-        raise _unfit(f"prompt must be a string or a list of token ids, got {type(value).__name__}")
-    if any(type(item) is not int for item in value):
-        raise ValueError("prompt must be one string or one list of token ids: send several as several requests")
+        raise _unfit(f"prompt must be a string or a list of token ids, got {kind_of(value)}")
+    for place, item in enumerate(value):
+        if type(item) is not int:
+            raise _unfit(
+                f"prompt must be one string or one list of token ids, got {shown(item)} at place {place}: "
+                "send several prompts as several requests"
+            )
     if value:
         checked_prompt(value)
     return value
@@ -125,19 +130,20 @@ def _prompt(value: object) -> Given:
 
 def _messages(value: object) -> list[dict[str, str]]:
     if not isinstance(value, list):
-        raise _unfit(f"messages must be a list, got {type(value).__name__}")
+        raise _unfit(f"messages must be a list, got {kind_of(value)}")
     return [_message(place, item) for place, item in enumerate(value)]
 
 
 def _message(place: int, item: object) -> dict[str, str]:
     """Return one turn; what would change what the model sees, and is not carried, is refused rather than dropped."""
     if not isinstance(item, dict):
-        raise _unfit(f"message {place} must be an object, got {type(item).__name__}")
+        raise _unfit(f"message {place} must be an object, got {kind_of(item)}")
     turn = {}
     for field in ("role", "content"):
         value = item.get(field)
         if not isinstance(value, str):
-            raise _unfit(f"message {place}: {field} must be a string, got {type(value).__name__}")
+            got = kind_of(value) if field in item else "nothing"
+            raise _unfit(f"message {place}: {field} must be a string, got {got}")
         turn[field] = _unicode(f"message {place}: {field}", value)
     for field, value in item.items():
         if field not in turn and value is not None:
@@ -152,16 +158,16 @@ def _on_miss(value: object) -> OnMiss:
             return word
     if value is None:
         return "prefill"
-    raise ValueError(f"on_miss must be one of {', '.join(_ON_MISS)}")
+    raise ValueError(f"on_miss must be one of {', '.join(_ON_MISS)}, got {shown(value)}")
 
 
 def _budget_s(value: object) -> float:
     if value is None:
         return 30.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _unfit(f"budget_s must be a number, got {type(value).__name__}")
+        raise _unfit(f"budget_s must be a number, got {kind_of(value)}")
     if not 0 < value <= BUDGET_MAX_S:
-        raise ValueError(f"budget_s must lie between 0 and {BUDGET_MAX_S:g}")
+        raise ValueError(f"budget_s must lie between 0 and {BUDGET_MAX_S:g}, got {shown(value)}")
     return float(value)
 
 

@@ -5,12 +5,14 @@ probabilities. Fields that say nothing about the answer are taken and not used, 
 know.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvbus.gateway.asked import NAME_LENGTH_MAX
 from kvbus.gateway.hints import BUDGET_MAX_S, BUDGET_S, Hint
+from kvbus.gateway.kinds import kind_of, shown
 from kvbus.parts import Prompt
 from kvbus.publisher import checked_prompt
 
@@ -25,6 +27,7 @@ STOPS_MAX = 4
 STOP_LENGTH_MAX = 256
 HINT_KEY = "kvbus"
 """Our key in `kv_transfer_params`, which other engines' connectors read as well."""
+_HINT: Final = f"kv_transfer_params.{HINT_KEY}"
 
 
 class UnfitError(ValueError):
@@ -107,8 +110,10 @@ def _require_unchanged(body: Mapping[str, object], field: str, unchanged: tuple[
     value = body.get(field)
     if value is None or any(_is_same(value, one) for one in unchanged):
         return
-    allowed = f" or send {unchanged[0]!r}" if unchanged else ""
-    raise UnfitError(field, f"{field} is not supported: {_REASONS.get(field, 'leave it out')}{allowed}")
+    why = f": {_REASONS[field]}" if field in _REASONS else ""
+    allowed = f", or send {json.dumps(unchanged[0])}" if unchanged else ""
+    got = "" if isinstance(value, list | dict) else f" {shown(value)}"
+    raise UnfitError(field, f"{field}{got} is not supported{why}; leave it out{allowed}")
 
 
 def _is_same(value: object, other: object) -> bool:
@@ -121,7 +126,7 @@ def _text(body: Mapping[str, object], field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UnfitError(field, f"{field} must be a string, got {type(value).__name__}")
+        raise UnfitError(field, f"{field} must be a string, got {kind_of(value)}")
     if len(value) > NAME_LENGTH_MAX:
         raise UnfitError(field, f"{field} is longer than {NAME_LENGTH_MAX} characters")
     return _unicode(field, value)
@@ -130,7 +135,7 @@ def _text(body: Mapping[str, object], field: str) -> str:
 def _flag(body: Mapping[str, object], field: str) -> bool:
     value = body.get(field)
     if value is not None and not isinstance(value, bool):
-        raise UnfitError(field, f"{field} must be true or false, got {type(value).__name__}")
+        raise UnfitError(field, f"{field} must be true or false, got {kind_of(value)}")
     return bool(value)
 
 
@@ -138,7 +143,7 @@ def _max_tokens(body: Mapping[str, object], default: int) -> int:
     given = {field: body[field] for field in ("max_tokens", "max_completion_tokens") if body.get(field) is not None}
     for field, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UnfitError(field, f"{field} must be a whole number, got {type(value).__name__}")
+            raise UnfitError(field, f"{field} must be a whole number, got {kind_of(value)}")
         if not 1 <= value <= TOKENS_MAX:
             raise UnfitError(field, f"{field} must lie in 1…{TOKENS_MAX}, got {str(value)[:20]}")
         default = value
@@ -155,7 +160,8 @@ def _stops(value: object) -> tuple[str, ...]:
         raise UnfitError("stop", f"stop holds {len(stops)} strings, at most {STOPS_MAX} are watched for")
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= STOP_LENGTH_MAX:
-            raise UnfitError("stop", f"stop must be a string, or a list of them, of 1…{STOP_LENGTH_MAX} characters")
+            text = f"stop must be a string, or a list of them, of 1…{STOP_LENGTH_MAX} characters, got {shown(stop)}"
+            raise UnfitError("stop", text)
     return tuple(str(stop) for stop in stops)
 
 
@@ -163,7 +169,7 @@ def _with_usage(value: object, *, stream: bool) -> bool:
     if value is None:
         return False
     if not isinstance(value, dict):
-        raise UnfitError("stream_options", f"stream_options must be an object, got {type(value).__name__}")
+        raise UnfitError("stream_options", f"stream_options must be an object, got {kind_of(value)}")
     if not stream:
         raise UnfitError("stream_options", "stream_options is for answers that stream: send stream as well")
     return _flag(value, "include_usage")
@@ -177,11 +183,16 @@ def _hint(value: object) -> Hint | None:
     if ours is None:
         return None
     if not isinstance(ours, dict):
-        raise UnfitError("kv_transfer_params", f"kv_transfer_params must hold {HINT_KEY!r}: an object with a source")
+        text = f"kv_transfer_params must hold {HINT_KEY!r}: an object with a source, got {kind_of(ours)}"
+        raise UnfitError("kv_transfer_params", text)
     budget_s = ours.get("budget_s", BUDGET_S)
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not 0 < budget_s <= BUDGET_MAX_S:
-        raise UnfitError("kv_transfer_params", f"kv_transfer_params: budget_s must lie between 0 and {BUDGET_MAX_S:g}")
-    source = _text(ours, "source")
+        text = f"{_HINT}.budget_s must be a number between 0 and {BUDGET_MAX_S:g}, got {shown(budget_s)}"
+        raise UnfitError("kv_transfer_params", text)
+    try:
+        source = _text(ours, "source")
+    except UnfitError as error:  # named without the way to it
+        raise UnfitError("kv_transfer_params", f"{_HINT}.{error}") from error
     return Hint(source, float(budget_s)) if source else None
 
 
@@ -194,49 +205,58 @@ def _prompt(value: object) -> Prompt:
     if isinstance(value, str):
         return _checked("prompt", _unicode("prompt", value))
     if not isinstance(value, list):
-        raise UnfitError("prompt", f"prompt must be a string or a list of token ids, got {type(value).__name__}")
-    if any(type(item) is not int for item in value):
-        raise UnfitError("prompt", "prompt must be one string or one list of token ids: send several one by one")
+        raise UnfitError("prompt", f"prompt must be a string or a list of token ids, got {kind_of(value)}")
+    for place, item in enumerate(value):
+        if type(item) is not int:
+            text = f"prompt must be one string or one list of token ids, got {shown(item)} at place {place}"
+            raise UnfitError("prompt", f"{text}: send several prompts one by one")
     return _checked("prompt", value)
 
 
 def _chat_prompt(value: object) -> Prompt:
     if not isinstance(value, list):
-        got = "nothing" if value is None else type(value).__name__
+        got = "nothing" if value is None else kind_of(value)
         raise UnfitError("messages", f"messages must be a list, got {got}")
     return _checked("messages", [_turn(f"messages[{place}]", item) for place, item in enumerate(value)])
 
 
 def _checked(param: str, prompt: str | list[int] | list[dict[str, str]]) -> Prompt:
+    if not prompt:
+        raise UnfitError(param, f"{param} is empty: there is nothing to answer")
     try:
         return checked_prompt(prompt)
     except ValueError as error:
-        raise UnfitError(param, f"{param}: {error}") from error
+        text = str(error)
+        raise UnfitError(param, text if text.startswith(param) else f"{param}: {text}") from error
 
 
 def _turn(where: str, item: object) -> dict[str, str]:
     """Return one turn. Fields that an answer was given with, and that are empty, come back with it and are no harm."""
     if not isinstance(item, dict):
-        raise UnfitError(where, f"{where} must be an object, got {type(item).__name__}")
+        raise UnfitError(where, f"{where} must be an object, got {kind_of(item)}")
     role = item.get("role")
     if not isinstance(role, str) or not role:
-        raise UnfitError(where, f"{where}: role must be a string, got {type(role).__name__}")
+        raise UnfitError(where, f"{where}: role must be a string, got {kind_of(role) if 'role' in item else 'nothing'}")
     for field, value in item.items():
         if field not in {"role", "content"} and value not in (None, [], ""):
             raise UnfitError(where, f"{where}: {field[:80]!r} is not carried: send role and content only")
-    return {"role": _unicode(where, role), "content": _unicode(where, _content(where, item.get("content")))}
+    return {"role": _unicode(where, role), "content": _unicode(where, _content(where, item))}
 
 
-def _content(where: str, value: object) -> str:
+def _content(where: str, turn: Mapping[object, object]) -> str:
+    value = turn.get("content")
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise UnfitError(where, f"{where}: content must be a string or a list of parts, got {type(value).__name__}")
+        got = kind_of(value) if "content" in turn else "nothing"
+        raise UnfitError(where, f"{where}: content must be a string or a list of parts, got {got}")
     texts = []
     for part in value:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise UnfitError(where, f"{where}: parts of content must be text: other kinds are not supported")
+            got = shown(part.get("type")) if isinstance(part, dict) else kind_of(part)
+            text = f"{where}: parts of content must be of type 'text', got {got}: other kinds are not supported"
+            raise UnfitError(where, text)
         texts.append(text)
     return "".join(texts)
 

@@ -1,6 +1,7 @@
 """The OpenAPI document of a gateway, made from its doors, and a page that shows it; neither needs anything else."""
 
 import html
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, cast
 
@@ -108,7 +109,7 @@ def _section(path: str, method: str, operation: Mapping[str, object]) -> str:
         f"<tr><td><code>{html.escape(status)}</code></td><td>{html.escape(str(one['description']))}</td></tr>"
         for status, one in responses.items()
     )
-    named = "".join(_item(str(one["name"]), str(one["in"]), one) for one in parameters)
+    named = "".join(_parameter(one) for one in parameters)
     more = html.escape(str(operation.get("description", "")))
     return (
         f"<section><h2><span>{method.upper()}</span> <code>{html.escape(path)}</code></h2>"
@@ -119,14 +120,42 @@ def _section(path: str, method: str, operation: Mapping[str, object]) -> str:
 
 def _fields(operation: Mapping[str, object]) -> str:
     match operation.get("requestBody"):
-        case {"content": {"application/json": {"schema": {"properties": dict(properties)}}}}:
-            return "".join(_item(name, "body", one) for name, one in properties.items())
+        case {"content": {"application/json": {"schema": {"properties": dict(properties), **rest}}}}:
+            needed = cast("Sequence[str]", rest.get("required", []))
+            return "".join(
+                _item(name, "body", one, str(one.get("description", "")), needed=name in needed)
+                for name, one in properties.items()
+            )
         case _:
             return ""
 
 
-def _item(name: str, place: str, about: Mapping[str, object]) -> str:
-    return f"<li><code>{html.escape(name)}</code> ({place}) {html.escape(str(about.get('description', '')))}</li>"
+def _parameter(one: Mapping[str, object]) -> str:
+    schema = cast("Mapping[str, object]", one["schema"])
+    needed = bool(one.get("required"))
+    return _item(str(one["name"]), str(one["in"]), schema, str(one.get("description", "")), needed=needed)
+
+
+def _item(name: str, place: str, schema: Mapping[str, object], about: str, *, needed: bool) -> str:
+    facts = html.escape(", ".join(part for part in (place, takes(schema), "required" if needed else "") if part))
+    return f"<li><code>{html.escape(name)}</code> ({facts}) {html.escape(about)}</li>"
+
+
+def takes(schema: Mapping[str, object]) -> str:
+    """Return what a schema takes, in few words; null, which stands for a field that was not given, is left out."""
+    match schema:
+        case {"enum": [*values]}:
+            return " | ".join(json.dumps(value) for value in values if value is not None)
+        case {"oneOf": [*ways]}:
+            return " or ".join(word for way in ways if isinstance(way, dict) and (word := takes(way)))
+        case {"type": "array" | ["array", *_], "items": dict(items)}:
+            return f"array of {takes(items)}"
+        case {"type": [*names]}:
+            return " or ".join(str(name) for name in names if name != "null")
+        case {"type": str(name)} if name != "null":
+            return name
+        case _:
+            return ""
 
 
 _PAGE: Final = """<!doctype html>

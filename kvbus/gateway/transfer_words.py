@@ -69,14 +69,24 @@ _BODY: Final = {
         },
         "messages": MESSAGES,
         "prompt": PROMPT,
-        "model": {"type": ["string", "null"], "maxLength": 200},
+        "model": {
+            "type": ["string", "null"],
+            "maxLength": 200,
+            "description": "Part of what a repeat is known by; which model an instance runs is its own matter.",
+        },
         "cache_salt": {"type": ["string", "null"], "maxLength": 200, "description": "Keeps tenants' pages apart."},
         "destination": {"type": ["string", "null"], "maxLength": 200, "description": "Where the path names none."},
         "on_miss": {
             "enum": ["prefill", "partial", "fail", None],
-            "description": "What the source does about blocks that it lacks: compute them, lend what it has, or fail.",
+            "description": "What the source does about blocks that it lacks: compute them (the default), lend what "
+            "it has, or fail.",
         },
-        "budget_s": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 3600},
+        "budget_s": {
+            "type": ["number", "null"],
+            "exclusiveMinimum": 0,
+            "maximum": 3600,
+            "description": "Seconds that the transfer may take; 30 unless given.",
+        },
     },
     "examples": [{"source": "a", "prompt": "Once upon a time"}],
 }

@@ -174,6 +174,17 @@ class Held:
         self.end_access_if_proved()
         self.binding.track(self)
 
+    def begin_attempt(self) -> None:
+        """Note that a backend is about to get the lease: its memory may be accessed from here on."""
+        self.attempt, self.attempt_open = 1, True
+        self.binding.open_attempts += 1
+
+    def withdraw_attempt(self) -> None:
+        """Note that the backend would not have it, and that nothing has escaped."""
+        self.attempt, self.attempt_open = 0, False
+        self.binding.open_attempts -= 1
+        self.binding.rejections += 1
+
     def fence(self) -> None:
         """Note that the open attempt may touch memory still, and can deliver nothing of it; no evidence of its end."""
         self.attempt_open = False

@@ -59,8 +59,7 @@ class LeaseHolder:
 
     def __repr__(self) -> str:
         oldest = f"T{next(iter(self._held))}" if self._held else "none"
-        retained = sum(len(binding.retained) for binding in self._foreign.bindings.values())
-        return f"<LeaseHolder held={len(self._held)} retained={retained} oldest={oldest}>"
+        return f"<LeaseHolder held={len(self._held)} retained={self.retained} oldest={oldest}>"
 
     # ---------------------------------------------------------------------------------------------------- one lease
 
@@ -225,8 +224,7 @@ class LeaseHolder:
         self.settle([ticket for ticket, held in self._held.items() if held.bits & Fact.ACCESS_ENDED])
         self.finish()
         open_bindings = tuple(name for name, binding in foreign.bindings.items() if not binding.hold_released)
-        retained = sum(1 for held in self._held.values() if held.retained)
-        return HolderShutdown(not self._held and not open_bindings, len(self._held), retained, open_bindings)
+        return HolderShutdown(not self._held and not open_bindings, len(self._held), self.retained, open_bindings)
 
     # ------------------------------------------------------------------------------------------------------ looking
 
@@ -234,6 +232,11 @@ class LeaseHolder:
     def has_news(self) -> bool:
         """True where the next `collect` has something to report already."""
         return bool(self._changed or self._rows or self._foreign.details)
+
+    @property
+    def retained(self) -> int:
+        """How many leases nobody waits for any more although access to them has not ended; costs time in bindings."""
+        return sum(len(binding.retained) for binding in self._foreign.bindings.values())
 
     def view(self, ticket: int) -> LeaseView | None:
         """Return a held lease's view once it is granted."""
@@ -289,15 +292,12 @@ class LeaseHolder:
             self._fail(held, *refusal)
             return
         # The memory counts as accessed before its address can leave (contract 42).
-        held.attempt, held.attempt_open = 1, True
-        binding.open_attempts += 1
+        held.begin_attempt()
         order = Order(held.ticket, 1, held.view, held.mode.direction, held.hint, held.peer, held.timeout_s)
         try:
             binding.backend.submit(order)
         except SubmissionRejectedError as rejection:  # nothing escaped (contract 32)
-            held.attempt, held.attempt_open = 0, False
-            binding.open_attempts -= 1
-            binding.rejections += 1
+            held.withdraw_attempt()
             self._fail(held, rejection.failure, rejection.text)
         except Exception as error:  # foreign code: bytes may be moving, so the lease stays (contract 33)
             held.bits |= Fact.UNCERTAIN

@@ -142,7 +142,9 @@ class PageAllocator:
     def cache(self, pages: Sequence[int], *, for_peer: bool) -> None:
         """Move written pages, whose content is now named, to CACHED, unpinned; the last one is used most recently."""
         self._move(pages, (_WRITING, _QUARANTINED), _CACHED, for_peer=for_peer)
-        self._idle.update(dict.fromkeys(pages))
+        idle = self._idle
+        for page in pages:  # an ordered dict's own update takes more than twice as long
+            idle[page] = None
 
     def free(self, pages: Sequence[int], *, for_peer: bool) -> None:
         """Move pages to FREE that are written or quarantined, on evidence that the caller has."""

@@ -26,8 +26,8 @@ class PinKeeper(Protocol):
 class PinSet:
     """Pages that one purpose keeps from eviction; each at most once. Made by `PoolLender.pin_set`, ended by `drop`.
 
-    A set made for a peer counts toward the lender's cap (P26), but is itself never refused: ask `PoolLender.refusal`
-    before the work whose result it will pin.
+    A set made for a peer counts toward the lender's cap (P26), but is itself never refused: ask before you pin, as
+    `PoolSide.kept` does, or before the work whose result it will pin (`PoolLender.refusal`).
     """
 
     def __init__(self, keeper: PinKeeper, set_id: int, *, for_peer: bool) -> None:

@@ -43,7 +43,7 @@ from kvbus.roles.rounds import Rounds
 from kvbus.roles.running import ReaderSide
 from kvbus.roles.sharing import Sharing
 from kvbus.roles.source import LenderName, PoolAccess, Source
-from kvbus.roles.tally import holding_of, member_counters
+from kvbus.roles.tally import load_of, member_counters
 from kvbus.roles.transports import DataPlane, open_data_plane
 from kvbus.topics import Topics
 from kvbus.transport import Bus
@@ -281,7 +281,7 @@ def _destination(
         inflight_max=limits.inflight_max,
         dedup_ttl_s=limits.dedup_ttl_s,
         entries_max=limits.dedup_entries_max,
-        holding=lambda: holding_of(rounds, pool),
+        holding=lambda: load_of(rounds, pool),
         pages_kept_max=pool.lent_cap_pages,  # with that many out of use the pool refuses every lease for a peer
     )
     destination = Destination(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvbus.errors import ConfigError
 from kvbus.grants import PoolGeometry
+from kvbus.ledger.types import LeaseFailure
 from kvbus.names import page_names
 from kvbus.pool.allocator import PageAllocator
 from kvbus.pool.digests import DigestMode
@@ -13,7 +14,9 @@ from kvbus.pool.index import ReuseIndex
 from kvbus.pool.layout import PageLayout
 from kvbus.pool.lender import PoolLender
 from kvbus.pool.memory import PoolMemory
+from kvbus.pool.pins import PinSet
 from kvbus.pool.prompts import Prompts
+from kvbus.pool.refusals import over_cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,18 @@ class PoolSide:
         if max(token_ids, default=0) >= self.vocab_size:
             return f"token id {max(token_ids)} is out of range: {instance}'s vocabulary has {self.vocab_size} tokens"
         return None
+
+    def kept(self, pages: Sequence[int]) -> PinSet | LeaseFailure:
+        """Pin cached pages for a peer until the set is dropped; or say why not, with nothing changed.
+
+        What is pinned for peers counts under their cap as what is lent does: the question comes before the pin (P26).
+        """
+        fresh = self.allocator.unclaimed(pages)
+        if fresh and self.allocator.claimed + fresh > self.lent_cap_pages:
+            return over_cap(fresh, self.lent_cap_pages, self.allocator.statistics())
+        pins = self.lender.pin_set()
+        pins.add(pages)
+        return pins
 
     def geometry(self) -> PoolGeometry:
         """Return where things are, for grants."""

@@ -6,8 +6,7 @@ travel as core messages; the facts stream holds each outcome too, so a requester
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Coroutine
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +18,7 @@ from kvbus.parts import Body
 from kvbus.roles.counting import TransferTotals
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.running import Agreed
+from kvbus.roles.tasks import started
 from kvbus.topics import Topics
 from kvbus.transport import Bus
 
@@ -48,7 +48,8 @@ class Results:
         self._joined: dict[str, _Joined] = {}
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
         self._handed_back: OrderedDict[str, None] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsaid: deque[tuple[str, Body, str]] = deque()  # as many as listeners of transfers that end in one turn
+        self._telling: asyncio.Task[None] | None = None
         self.totals = TransferTotals()
 
     def open(self, transfer: str) -> None:
@@ -62,7 +63,7 @@ class Results:
             if len(joined.requesters) < LISTENERS_MAX:
                 joined.requesters[request.requester] = None
         elif outcome := self._outcomes.get(transfer):
-            self._spawn(self._tell(request.requester, outcome, request.request_id))
+            self._say(request.requester, outcome, request.request_id)
 
     def recall(self, outcome: TransferOutcome) -> None:
         """Know how a transfer of an earlier run ended, for whoever joins it."""
@@ -91,7 +92,7 @@ class Results:
         if joined is not None:
             joined.ended.set()
             for requester in joined.requesters:
-                self._spawn(self._tell(requester, outcome, request.request_id))
+                self._say(requester, outcome, request.request_id)
 
     def hand_back(self, outcome: TransferOutcome, request: TransferRequested) -> None:
         """Record that a transfer ended without an answer to its request, which the queue is to offer again.
@@ -108,7 +109,7 @@ class Results:
             joined.ended.set()
             for requester in joined.requesters:
                 if requester != request.requester:
-                    self._spawn(self._tell(requester, outcome, request.request_id))
+                    self._say(requester, outcome, request.request_id)
 
     def is_handed_back(self, transfer: str) -> bool:
         """Whether a transfer has ended such that its request is the queue's again."""
@@ -120,9 +121,9 @@ class Results:
 
     async def close(self) -> None:
         """End what is still being told."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
 
     async def _tell(self, requester: str, body: Body, cause: str) -> None:
         try:
@@ -131,10 +132,15 @@ class Results:
         except BusError as error:
             log.info("result for %s not sent: %s", requester, error)
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _say(self, requester: str, body: Body, cause: str) -> None:
+        """Tell something soon: one task tells, in order, all that there is to say by then."""
+        self._unsaid.append((requester, body, cause))
+        if self._telling is None or self._telling.done():
+            self._telling = started(self._tell_all(), name="telling")
+
+    async def _tell_all(self) -> None:
+        while self._unsaid:
+            await self._tell(*self._unsaid.popleft())
 
 
 def outcome_of(transfer: Transfer, *, destination: str, agreed: Agreed | None = None) -> TransferOutcome:

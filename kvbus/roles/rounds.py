@@ -5,6 +5,7 @@ several, the leases of a transfer wait for their word (`council.py`). The round 
 loop: whoever changed something may run it at once and find its leases moved on.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,7 +58,7 @@ class RoundStatistics:
 
 
 class Rounds:
-    """Runs rounds for one member; `wake` asks for one soon, `run` does one now."""
+    """Runs rounds for one member: `run` does one now, `shared` one for several who do not need it each."""
 
     def __init__(self, *, holder: LeaseHolder, agreement: Agreement, sink: FactsSink, member: str, epoch: int) -> None:
         self.holder = holder
@@ -70,6 +71,7 @@ class Rounds:
         self._followers: list[TransferFacts] = []
         self._running = False
         self._again = False
+        self._due = False
 
     def follow(self, follower: TransferFacts) -> None:
         """Let a follower hear each batch, after it was recorded."""
@@ -80,7 +82,7 @@ class Rounds:
         if self._running:
             self._again = True
             return
-        self._running = True
+        self._running, self._due = True, False
         try:
             for _ in range(PASSES_MAX):
                 self._again = False
@@ -88,6 +90,13 @@ class Rounds:
                     break
         finally:
             self._running = False
+
+    async def shared(self) -> None:
+        """Run a round in the next turn of the loop: one for all who wait for it by then, whose leases it moves on."""
+        self._due = True
+        await asyncio.sleep(0)
+        if self._due:
+            self.run()
 
     def decide(self, make: Callable[[Agreement], Decision]) -> Decision:
         """Make a decision outside a pass (open, void) and record it."""

@@ -13,7 +13,7 @@ from kvbus.dataplane.reading import ReadOrder
 from kvbus.errors import LedgerContradictionError
 from kvbus.events import LendRequested, ReaderKey, TransferRequested, TransferStep, column
 from kvbus.ledger.agreement import Party
-from kvbus.ledger.facts import FailureClass
+from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.transfer import (
     Action,
     AskSource,
@@ -27,7 +27,7 @@ from kvbus.ledger.transfer import (
     Stop,
     Transfer,
 )
-from kvbus.ledger.types import Direction, SubmitMode
+from kvbus.ledger.types import Direction, LeaseFailure, SubmitMode
 from kvbus.names import token_bytes
 from kvbus.parts import PagesFound, ProcessIdentity
 from kvbus.pool.pins import PinSet
@@ -163,13 +163,17 @@ class Running:
         pool.prompts.note(self.names, content.salt)
         held = pool.lender.held(self.names)
         self.missing = tuple(block for block, here in enumerate(held) if not here)
-        self.pins = pool.lender.pin_set(for_peer=False)
-        for block, here in enumerate(held):
-            if here:  # a hit is pinned from planning on, so that the prefix is still here when the rest arrives (P10)
-                self.pins.pin((self.names[block],))
+        # A hit is pinned from planning on, so that the prefix is still here when the rest arrives (P10), and counts as
+        # what is lent does (P26).
+        hits = [name for name, here in zip(self.names, held, strict=True) if here]
+        kept = pool.kept([page for name in hits for page in pool.lender.pages_held((name,))])
+        self.pins = kept if isinstance(kept, PinSet) else None
         wanted = len(self.names)
         self._step("resolved", f"{content.tokens} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
         now = self.side.clock()
+        if isinstance(kept, LeaseFailure) and (self.missing or self.side.group is not None):  # else it ends at once
+            self.failed(kept.failure, kept.text)
+            return
         blocks_held = wanted - len(self.missing)
         if self.side.group is not None and not self.missing:
             self.side.group.nothing_missing(self._id, wanted)
@@ -196,7 +200,7 @@ class Running:
 
     def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
         """A line of facts about one of this transfer's leases."""
-        self._tell_ways()
+        self._tell_ways(bits)
         self.act(self.transfer.facts(self.side.clock(), ticket, bits, lo, hi))
 
     # ------------------------------------------------------------------------------------------------------ actions
@@ -249,10 +253,8 @@ class Running:
             side.rounds.decide(lambda agreement: agreement.open(self._id, parties))
         self.nonce = side.nonce(16)
         actions = self.transfer.leased(now, self.tickets)
-        side.rounds.run()  # a refusal by the pool or the binding is known after this
         self._step("leased", f"T{ticket}: {len(names)} pages")
-        if self.transfer.phase is Phase.ASKING:
-            self.act(actions)
+        self.act(actions)
 
     def _ask(self) -> None:
         on_fault = partial(self.failed, FailureClass.CONTRADICTION)
@@ -260,6 +262,9 @@ class Running:
 
     async def _ask_source(self) -> None:
         side, request = self.side, self.request
+        await side.rounds.shared()  # a refusal by the pool or the binding is known after this
+        if self.transfer.phase is not Phase.ASKING:
+            return
         asked = LendRequested(
             key=self._key(),
             nonce=self.nonce,
@@ -293,24 +298,26 @@ class Running:
         blocks = len(answer.grant.page_indexes())
         self._step("granted", f"lease T{answer.grant.ticket} of {request.source}: {blocks} pages")
         self.act(self.transfer.granted(now, blocks))
+        await side.rounds.shared()  # with those whose grants came at the same time
 
     def _read(self) -> None:
-        if self.granted is None:
+        side, granted = self.side, self.granted
+        if granted is None:
             raise LedgerContradictionError("a read without a grant", transfer=self._id)
-        order = ReadOrder(self.granted.grant, self.granted.expected, self._source().record.process)
+        order = ReadOrder(granted.grant, granted.expected, self._source().record.process)
         for ticket in self.tickets:
-            keep_granted(self.side.pool.memory, self.side.rounds.holder.view(ticket), self.granted.grant)
-        self._each_ticket(lambda ticket: self.side.rounds.holder.assign(ticket, order))
-        if not self._tell_ways() and not self._told_way and self.transfer.phase is not Phase.ENDED:
-            self._step("moving", f"by {self.side.binding}")
+            keep_granted(side.pool.memory, side.rounds.holder.view(ticket), granted.grant)
+            if side.rounds.holder.bits(ticket):  # still held
+                side.rounds.holder.assign(ticket, order)
 
-    def _tell_ways(self) -> bool:
+    def _tell_ways(self, bits: int) -> None:
         """Say which way the pages take, and why; and over which lanes they came, once that is known."""
         told = [way for ticket in self.tickets for way in self.side.ways(ticket)]
+        if not (told or self._told_way) and bits & Fact.SUBMITTED:
+            told = [Way("moving", f"by {self.side.binding}")]
         for way in told:
             self._step(way.step, way.text)
         self._told_way = self._told_way or bool(told)
-        return bool(told)
 
     def _found(self) -> PagesFound | None:
         """Return what the source should know of its pages, by their place and content there; None where all is well."""

@@ -16,7 +16,7 @@ from kvbus.events import Event, LeaseReleased, LendAnswered, LendRequested, Read
 from kvbus.grants import Grant, LenderKey
 from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
-from kvbus.ledger.types import Direction, LeaseView, SubmitMode
+from kvbus.ledger.types import Direction, LeaseFailure, LeaseView, SubmitMode
 from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
 from kvbus.parts import Body
 from kvbus.processes import ProcessWatch
@@ -267,8 +267,10 @@ class Source:
         if self._digester.ready(pages):
             self._lend_now(asked, entry, names)
             return
-        pins = self._pool.lender.pin_set(for_peer=False)  # the lease that follows is counted, and may be refused
-        pins.pin(names)
+        pins = self._pool.kept(pages)
+        if isinstance(pins, LeaseFailure):
+            entry.refusal = (pins.failure.name.lower(), pins.text)
+            return
         on_fault = partial(self._faulted, asked, entry)
         task = self._tasks.start(self._digest(asked, entry, pins.pages), name="digesting", on_fault=on_fault)
         task.add_done_callback(lambda _task: pins.drop())
@@ -287,6 +289,17 @@ class Source:
             entry.refusal = (FailureClass.BAD_REQUEST.name.lower(), str(error))
         finally:
             self._questions.wake(key_of(asked.key))
+
+    async def _digest_kept(self, pages: Sequence[int]) -> LeaseFailure | None:
+        """Make the digests of pages that were computed for a peer, and count them as its own meanwhile (P26)."""
+        pins = self._pool.kept(pages)
+        if isinstance(pins, LeaseFailure):
+            return pins
+        try:
+            await self._digester.make(pages)
+        finally:
+            pins.drop()
+        return None
 
     def _lend_now(self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...] = ()) -> None:
         holder, names = self._rounds.holder, names or names_from_bytes(asked.names)
@@ -361,9 +374,8 @@ class Source:
         key = key_of(asked.key)
         try:
             token_ids = tokens_from_bytes(asked.tokens)
-            async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as refused:
-                if refused is None:
-                    await self._digester.make(self._held(asked))
+            async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as failed:
+                refused = failed or await self._digest_kept(self._held(asked))
                 if entry.state is not LendState.COMPUTING:
                     return  # the reader has gone: nothing is lent
                 if refused is not None:

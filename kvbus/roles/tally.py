@@ -1,7 +1,7 @@
 """What a member has counted, put together when somebody asks: nothing here is kept up while nobody does."""
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvbus.dataplane.choosing import ChoosingReader
 from kvbus.ledger.admission import AdmissionGate
@@ -26,6 +26,9 @@ from kvbus.roles.recorder import Recorder
 from kvbus.roles.rollback import Rollback
 from kvbus.roles.rounds import Rounds
 from kvbus.transport import Bus
+
+NOTHING_HELD: Final = HoldingCost({}, {}, 0, 0, None)
+"""What holding costs while no lease is retained and no page quarantined, which is nearly always."""
 
 
 class Counting(Protocol):
@@ -62,6 +65,13 @@ def member_counters(parts: Counting, recorder: Recorder, bus: Bus) -> Counters:
     counters |= parts.destination.results.totals.counters() | admission_counters(parts.gate.statistics())
     counters |= bus_counters(recorder, bus.health())
     return counters if parts.council is None else counters | council_counters(parts.council)
+
+
+def load_of(rounds: Rounds, pool: PoolSide) -> HoldingCost:
+    """Return what `holding_of` does, for whoever asks with each request: in short, while nothing is out of use."""
+    if rounds.holder.retained or pool.allocator.statistics().quarantined:
+        return holding_of(rounds, pool)
+    return NOTHING_HELD
 
 
 def holding_of(rounds: Rounds, pool: PoolSide) -> HoldingCost:

@@ -9,27 +9,24 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.cluster.actors import Actors
 from tests.cluster.configs import config_troubles
-from tests.cluster.files import make_model
-from tests.cluster.page import PAGE, page, write_trail
-from tests.cluster.stack import FAKETIME, ROOT, Stack, StackError, build, engine_trouble, stack
+from tests.cluster.page import PAGE, page
+from tests.cluster.play import Wishes, play_all
+from tests.cluster.stack import FAKETIME, QUICKSTART, build, engine_trouble
 from tests.cluster.stories import STORIES
-from tests.cluster.story import Story
 from tests.cluster.table import HEAD, Row, cells, wrongs
 
 EXIT_ABSENT = 3
 WIDTH = 140
 """Of the table where no terminal says it."""
-KEPT = ROOT / "test-results" / "cluster"
+JOBS = 3
+"""Scenes at a time. Each keeps half a core busy, or less: three of them wait little for each other on two cores."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,12 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.print(f"cluster: there is no {FAKETIME} (package libfaketime): nobody's clock is set")
         chosen = [one for one in chosen if one.overlay != "clocks"]
     if not options.no_build:
-        screen.print(f"[dim]the images: {build([story.stack for story in chosen]):.0f} s[/]")
-    rows = [
-        row
-        for _, scene in groupby(chosen, lambda story: story.scene)
-        for row in _play_all(list(scene), screen, options.trails)
-    ]
+        screen.print(f"[dim]the image: {build(QUICKSTART):.0f} s[/]")
+    rows = play_all(chosen, options.jobs, Wishes(options.trails, builds=not options.no_build, quiet=options.json))
     if options.json:
         document = {"clean": all(row.is_clean for row in rows), "rows": [row.document() for row in rows]}
         sys.stdout.write(json.dumps(document) + "\n")
@@ -75,55 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a part of a story's name")
     parser.add_argument("--quick", action="store_true", help="only the stories that CI plays, in a few minutes")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help="scenes that are played at a time")
     parser.add_argument("--no-build", action="store_true", help="use the images that are there")
     parser.add_argument("--trails", type=Path, metavar="FOLDER", help="keep what is told of each story there")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="run none; write the page of what was kept there")
     parser.add_argument("--list", action="store_true", help="name the stories, and run none")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
-
-
-def _play_all(stories: list[Story], screen: Console, trails: Path | None) -> list[Row]:
-    """Play the stories of one scene, on the same containers for as long as all is clean."""
-    rows: list[Row] = []
-    if stories[0].stack == "transformers":
-        make_model()
-    while len(rows) < len(stories):
-        left, began = stories[len(rows) :], time.monotonic()
-        try:
-            with stack(left[0].stack, left[0].overlay, without=left[0].without) as one:
-                for story in left:
-                    rows.append(_play(story, one, screen, began, trails))
-                    began = time.monotonic()
-                    screen.print(f"[dim]  {'clean' if rows[-1].is_clean else 'NOT CLEAN'}, {rows[-1].seconds:.0f} s[/]")
-                    for text in rows[-1].wrongs():
-                        screen.print(f"  {text}", style="red", highlight=False, markup=False)
-                    if not rows[-1].is_clean:
-                        break
-        except StackError as error:
-            if len(rows) == len(stories) - len(left):
-                rows.append(Row(left[0].stack, left[0].fault))
-            rows[-1].problems.append(str(error))
-    return rows
-
-
-def _play(story: Story, one: Stack, screen: Console, began: float, trails: Path | None) -> Row:
-    row = Row(story.stack, story.fault, must_settle=story.must_settle)
-    screen.print(f"[dim]{story.title} …[/]")
-    actors = Actors(one, row)
-    try:
-        story.play(actors)
-        actors.until_home(story.workers)
-        actors.judge()
-        if trails is not None:
-            actors.tell()
-            write_trail(trails, story, row)
-    except (StackError, AssertionError, OSError, KeyError, ValueError) as error:
-        row.problems.append(f"{type(error).__name__}: {error}")
-    if not row.is_clean:
-        row.notes.append(f"logs: {one.keep_logs(KEPT / story.title.replace(', ', '-').replace(' ', '-'))}")
-    row.seconds = time.monotonic() - began
-    return row
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -50,6 +50,8 @@ AGAIN_S = 30.0
 """So long a person goes on asking, however quick the tries are: registrations come back with the second heartbeat."""
 RAN_ANEW = "has run anew since"
 """The audit's words for a lease of a run that is over: its pool went with it, so nothing is kept from anybody."""
+ORDERS = "ucx_submissions"
+"""The counter of orders to read pages, where all of them go by UCX."""
 NEVER_BEGAN = "never_began"
 """Evidence of a kind too: a request that was refused has lent nothing."""
 PAUSE_S = 0.2
@@ -163,12 +165,13 @@ class Actors:
         return self.await_end(self.ask(source, destination, text))
 
     def until_moving(self, destination: str, asked_before: int) -> None:
-        """Return once a destination reads pages for one transfer more than the `orders` that it had before."""
-        self.until(lambda: self.orders(destination) > asked_before, MOVING_S, f"{destination} reads pages")
+        """Return once pages come in at a destination, for one transfer more than the `orders` that it had before."""
+        words = ("moving", ORDERS, str(asked_before + 1))
+        self.until(lambda: self.stack.ask(destination, *words)["moving"], MOVING_S, f"{destination} reads pages")
 
     def orders(self, destination: str) -> int:
         """Return how many orders to read pages this destination gave so far."""
-        return self.counter(destination, "ucx_submissions")
+        return self.counter(destination, ORDERS)
 
     def counter(self, service: str, name: str) -> int:
         """Return one counter of a worker; 0 for what was not counted yet."""
@@ -176,7 +179,11 @@ class Actors:
 
     def until_counted(self, service: str, name: str, least: int, wait_s: float = REST_S) -> None:
         """Return once a counter of a worker has come so far."""
-        self.until(lambda: self.counter(service, name) >= least, wait_s, f"{service} counts {least} {name}")
+        self.until(
+            lambda: self.stack.ask(service, "reached", name, str(least)).get(name, 0) >= least,
+            wait_s,
+            f"{service} counts {least} {name}",
+        )
 
     def until_settled_unheard(self, destination: str, settled_before: int) -> None:
         """Await that a transfer settles whose requester does not hear it, and count it."""
@@ -214,9 +221,9 @@ class Actors:
     # ------------------------------------------------------------------------------------------------------- waiting
 
     def until_healthy(self, services: Sequence[str]) -> None:
-        """Return once the health checks of these containers say so."""
+        """Return once these containers pass their own health checks."""
         for service in services:
-            self.until(partial(self.is_healthy, service), HEALTHY_S, f"{service} is healthy")
+            self.until(partial(self.stack.is_well, service), HEALTHY_S, f"{service} is healthy")
 
     def until_home(self, services: Sequence[str]) -> None:
         """Await that nothing is out at these workers, and count what stays out as leaked."""
@@ -232,21 +239,23 @@ class Actors:
         """Keep the story of one transfer: the one that the fault met."""
         told = self.row.shown or next(iter(self.row.ids), "")
         if told:
-            words = ("run", "--rm", "--no-TTY", "--no-deps", "--env", "COLUMNS=118", "kvbus", "story", told)
-            text = self._answered(lambda: self.stack.compose(*words), "the story is told")
+            words = ("env", "COLUMNS=118", "kvbus", "story", told)
+            text = self._answered(lambda: self.stack.tool(*words), "the story is told")
             self.row.trail = [line.rstrip() for line in text.splitlines()]
 
     def judge(self) -> None:
         """Have kvbus audit what the broker holds; what is still out counts as leaked."""
-        with contextlib.suppress(AssertionError):  # then the verdict below says what is wrong
-            self.until(self._is_clean, RECORDED_S, "the audit is clean")
-        verdict = self._answered(lambda: self.stack.kvbus("audit"), "the audit has its verdict")
+        verdicts: list[Document] = []
+
+        def is_clean() -> bool:
+            verdicts.append(self.stack.kvbus("audit"))
+            return verdicts[-1]["verdict"] == "clean" and not _out(verdicts[-1])
+
+        with contextlib.suppress(AssertionError):  # then the last verdict says what is wrong
+            self.until(is_clean, RECORDED_S, "the audit is clean")
+        verdict = verdicts[-1] if verdicts else self._answered(lambda: self.stack.kvbus("audit"), "an audit is made")
         self.row.audit = verdict["verdict"]
         self.row.leaked += len(_out(verdict))
-
-    def _is_clean(self) -> bool:
-        verdict = self.stack.kvbus("audit")
-        return verdict["verdict"] == "clean" and not _out(verdict)
 
     def check_kept(self, lender: str, reader: str) -> None:
         """Check that a lender keeps what a silent reader may still read, and that the audit names it."""
@@ -258,10 +267,6 @@ class Actors:
         self.row.notes += [
             f"kept by {lender}: {one['direction']} {len(one['pages'])} pages, {one['why']}" for one in out
         ]
-
-    def is_healthy(self, service: str) -> bool:
-        """Whether a container's health check says so."""
-        return self.stack.health(service) == "healthy"
 
     def _is_home(self, service: str) -> bool:
         return not self._owed(service)

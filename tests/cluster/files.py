@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from tests.cluster.actors import Actors, prompt
-from tests.cluster.stack import MODELS, Document
+from tests.cluster.stack import MODELS, UP_S, Document
 from tests.cluster.story import BLOCKS, SLOW_BLOCKS
 from tests.tiny_llama import make_tiny_llama
 
@@ -48,7 +48,7 @@ MODEL = "smollm2-135m-instruct"
 
 def quickstart(actors: Actors) -> None:
     """What the file's header promises."""
-    actors.until_healthy(["a", "b", "gateway"])
+    actors.stack.compose("up", "--detach", "--no-build", "--wait", wait_s=UP_S)  # all of them pass their checks
     actors.until_counted("b", "transfers_settled", 1, TRAFFIC_S)
     actors.row.check(actors.stack.fetch("gateway", 8080, "/ready")["ready"], "the gateway says that it is not ready")
     actors.row.check(actors.stack.page("gateway", 8080, "/"), "the gateway has no page")
@@ -57,7 +57,8 @@ def quickstart(actors: Actors) -> None:
         text = prompt(BLOCKS)
         actors.transfer(source, destination, text)
         actors.compare(destination, text, from_pages=True)
-    doctor = actors.stack.kvbus("doctor")
+    _took_sockets(actors, ["a", "b"])
+    doctor = actors.stack.kvbus_apart("doctor")
     actors.row.check(doctor["ok"], f"doctor in a container: {doctor['first']}")
 
 
@@ -141,8 +142,7 @@ def auth(actors: Actors) -> None:
     checked = actors.stack.kvbus("auth", "check")
     actors.row.check(checked.get("ok"), f"auth check: {checked}")
     for who, (line, refusal) in INTRUDERS.items():
-        words = ("run", "--rm", "--no-TTY", "--no-deps", "--entrypoint", "sh", "kvbus", "-c", f"{line}; echo status $?")
-        said = actors.stack.compose(*words)
+        said = actors.stack.tool("sh", "-c", f"{line}; echo status $?")
         turned_away = refusal in said.lower() and not said.rstrip().endswith("status 0")
         actors.row.check(turned_away, f"{who} was not turned away by the broker: {said}")
     for service in ("a", "b"):
@@ -169,6 +169,15 @@ def cluster(actors: Actors) -> None:
     text = prompt(BLOCKS)
     actors.transfer("a", "d", text)
     actors.compare("d", text, from_pages=True)
+    _took_sockets(actors, ["a", "b", "c", "d"])
+
+
+def _took_sockets(actors: Actors, services: list[str]) -> None:
+    """Check that these workers read by the way that the file's header names; the planner may try another one beside."""
+    for service in services:
+        counters = actors.stack.ask(service, "counters")
+        taken = {name: n for name, n in counters.items() if name.startswith("ways_by_") and n}
+        actors.row.check("ways_by_socket" in taken, f"{service} read by {taken}, and by no plain socket")
 
 
 def _rules(actors: Actors) -> list[Document]:

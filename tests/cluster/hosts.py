@@ -5,7 +5,8 @@ from tests.cluster.story import BLOCKS, goes_on
 
 LOSS = "0.05"
 """A wire that loses one packet in twenty each way is broken; TCP still gets through."""
-NEW_ADDRESS = "172.30.77.41"
+NEW_HOST = 41
+"""Nobody else's number in the network of partition.yaml."""
 RELAYED_S = 0.1
 """A question and its answer through the relay: 50 ms each way."""
 
@@ -58,10 +59,11 @@ def moves_house(actors: Actors) -> None:
     old = actors.stack.address("a")
     actors.stack.fault("stop", "a")
     actors.stack.docker("network", "disconnect", actors.stack.network, actors.stack.container("a"))
-    actors.stack.join("a", NEW_ADDRESS)
+    new = actors.stack.host(NEW_HOST)
+    actors.stack.join("a", new)
     actors.stack.fault("start", "a")
     actors.until_healthy(["a"])
-    actors.row.check(actors.stack.address("a") == NEW_ADDRESS != old, "a has its old address")
+    actors.row.check(actors.stack.address("a") == new != old, "a has its old address")
     goes_on(actors, text)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
 from typing import Any
+from zlib import crc32
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).with_name("inside.py")
@@ -30,6 +31,13 @@ BUILD_S = 900.0
 """Downloads some 100 MB where nothing is cached."""
 DEVICE = "eth0"
 """What the workers of partition.yaml were told to use; a container that is joined again would get another name."""
+NETWORKS = "198.18"
+"""Addresses that are reserved for tests of networks, and that Docker gives to no network of its own accord: so files
+with fixed addresses may run beside others."""
+TOOLS = "tools"
+"""The container of each story in which commands of kvbus run: to make one for each takes longer than most of them."""
+QUICKSTART, TRANSFORMERS = "quickstart", "transformers"
+"""Files that build the image of all stories but one, and of that one."""
 HTTP_S = 10.0
 """A gateway and a broker answer within milliseconds."""
 COMMAND_S = 120.0
@@ -63,12 +71,13 @@ def engine_trouble() -> str:
 class Stack:
     """A compose file that runs, perhaps with an overlay of ours; made by `stack()`, which also takes it down."""
 
-    def __init__(self, name: str, overlay: str = "") -> None:
+    def __init__(self, name: str, overlay: str = "", part: str = "") -> None:
         self.files = [ROOT / "compose" / f"{name}.yaml"]
         if overlay:
             self.files.append(OVERLAYS / f"{overlay}.yaml")
-        self.project = "-".join(("kvbus-test", name, *([overlay] if overlay else [])))
+        self.project = "-".join(("kvbus-test", name, *filter(None, (overlay, part))))
         self.network = f"{self.project}_default"
+        self.subnet = f"{NETWORKS}.{crc32(self.project.encode()) % 256}"  # the same in each run, as the project is
 
     def command(self, *words: str) -> list[str]:
         """Return the command line for one word of compose."""
@@ -77,7 +86,7 @@ class Stack:
 
     def compose(self, *words: str, wait_s: float = COMMAND_S) -> str:
         """Run one word of compose and return what it says; StackError if it fails."""
-        return run(self.command(*words), wait_s)
+        return run(self.command(*words), wait_s, subnet=self.subnet)
 
     def config(self, *profiles: str) -> Document:
         """Return the file as compose resolves it, with these profiles; StackError where it takes offence at it."""
@@ -91,14 +100,27 @@ class Stack:
 
     # ------------------------------------------------------------------------------------------------------ questions
 
+    def start_tools(self) -> None:
+        """Start the container in which commands run: the file's own service for them, which waits."""
+        name = self.container(TOOLS)
+        self.compose("run", "--detach", "--no-deps", "--name", name, "--entrypoint", "sleep", "kvbus", "infinity")
+
     def kvbus(self, *words: str) -> Document:
-        """Run a command of kvbus in a container of its own; return its document. Its status does not matter here."""
+        """Run a command of kvbus; return its document. Its status does not matter here."""
         return document(self.start_kvbus(*words), COMMAND_S)
 
-    def start_kvbus(self, *words: str) -> "subprocess.Popen[str]":
-        """Start a command of kvbus in a container of its own, and return at once; `document` awaits its answer."""
+    def kvbus_apart(self, *words: str) -> Document:
+        """Run a command of kvbus as the headers tell people to: in a container of its own; return its document."""
         line = self.command("run", "--rm", "--no-TTY", "--no-deps", "kvbus", *words, "--json")
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+        return document(_started(line, self.subnet), COMMAND_S)
+
+    def start_kvbus(self, *words: str) -> "subprocess.Popen[str]":
+        """Start a command of kvbus, and return at once; `document` awaits its answer."""
+        return _started(["docker", "exec", self.container(TOOLS), "kvbus", *words, "--json"], self.subnet)
+
+    def tool(self, *words: str) -> str:
+        """Run a program where the commands run; return what it says."""
+        return run(["docker", "exec", self.container(TOOLS), *words], COMMAND_S)
 
     def start_apart(self, service: str, *words: str) -> None:
         """Start a command of kvbus in a container with a service's name, which outlives the caller; `said` reads it."""
@@ -125,6 +147,17 @@ class Stack:
         """Return what its health check says: "healthy", "starting", "unhealthy", or how the container stands."""
         state = self.inspect(service)["State"]
         return str(state["Health"]["Status"] if state["Running"] and "Health" in state else state["Status"])
+
+    def is_well(self, service: str) -> bool:
+        """Whether a container that runs passes its own health check, run now: the engine runs it every few seconds."""
+        found = self.inspect(service)
+        if not found["State"]["Running"] or found["State"]["Paused"]:
+            return False
+        try:
+            run(["docker", "exec", self.container(service), *found["Config"]["Healthcheck"]["Test"][1:]], COMMAND_S)
+        except StackError:
+            return False
+        return True
 
     def fetch(self, service: str, port: int, path: str) -> Document:
         """Return what a container answers over HTTP, through the port that its file publishes on this machine."""
@@ -158,6 +191,10 @@ class Stack:
         """End a container's processes at once."""
         self.docker("kill", "--signal", "KILL", self.container(service))
 
+    def host(self, number: int) -> str:
+        """Return an address in the network of a file that fixes them."""
+        return f"{self.subnet}.{number}"
+
     def address(self, service: str) -> str:
         """Return a container's address in the network of its file."""
         return str(self.inspect(service)["NetworkSettings"]["Networks"][self.network]["IPAddress"])
@@ -166,7 +203,7 @@ class Stack:
         """Replace a container by a new one, by its file or with an overlay beside it."""
         files = ("-f", str(OVERLAYS / f"{overlay}.yaml")) if overlay else ()
         words = ("up", "--detach", "--no-build", "--no-deps", "--force-recreate", service)
-        run([*self.command(), *files, *words], UP_S)
+        run([*self.command(), *files, *words], UP_S, subnet=self.subnet)
 
     def cut(self, service: str) -> str:
         """Take a container off its network; return the address that it had."""
@@ -221,23 +258,23 @@ class Stack:
 
 
 @contextmanager
-def stack(name: str, overlay: str = "", *, without: Sequence[str] = ()) -> Iterator[Stack]:
+def stack(name: str, overlay: str = "", part: str = "", *, without: Sequence[str] = ()) -> Iterator[Stack]:
     """Bring a compose file up with empty volumes, and take it down with them, whatever happens in between."""
-    one = Stack(name, overlay)
+    one = Stack(name, overlay, part)
     one.compose("--profile", "*", "down", "--volumes", "--remove-orphans")
     left_out = [part for service in without for part in ("--scale", f"{service}=0")]
     try:
         one.compose("up", "--detach", "--no-build", *left_out, wait_s=UP_S)
+        one.start_tools()
         yield one
     finally:
         one.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "10")
 
 
-def build(names: Sequence[str]) -> float:
-    """Build the images of these files; return how long that took."""
+def build(name: str) -> float:
+    """Build the image of a file; return how long that took."""
     began = time.monotonic()
-    for name in sorted({"transformers" if name == "transformers" else "quickstart" for name in names}):
-        Stack(name).compose("build", "--quiet", wait_s=BUILD_S)
+    Stack(name).compose("build", "--quiet", wait_s=BUILD_S)
     return time.monotonic() - began
 
 
@@ -257,17 +294,18 @@ def document(process: "subprocess.Popen[str]", wait_s: float) -> Document:
     return answer
 
 
-def environment() -> dict[str, str]:
-    """Compose's own settings; any free port, so that a quickstart may run beside the stories."""
+def environment(subnet: str = "") -> dict[str, str]:
+    """Compose's own settings; any free port, and a network of their own, so that stories may run beside each other."""
     ports = dict.fromkeys(("KVBUS_HTTP_PORT", "KVBUS_PROMETHEUS_PORT"), "0")
-    return {**os.environ, **ports, "KVBUS_MODELS": str(MODELS), "KVBUS_FAKETIME": FAKETIME}
+    paths = {"KVBUS_MODELS": str(MODELS), "KVBUS_FAKETIME": FAKETIME}
+    return {**os.environ, **ports, **paths, **({"KVBUS_SUBNET": subnet} if subnet else {})}
 
 
-def run(line: Sequence[str], wait_s: float, *, given: str | None = None) -> str:
+def run(line: Sequence[str], wait_s: float, *, given: str | None = None, subnet: str = "") -> str:
     """Run a command line and return its stdout; StackError with its last words where it fails."""
     try:
         ran = subprocess.run(
-            line, check=False, capture_output=True, text=True, timeout=wait_s, input=given, env=environment()
+            line, check=False, capture_output=True, text=True, timeout=wait_s, input=given, env=environment(subnet)
         )
     except subprocess.TimeoutExpired as error:
         raise StackError(f"{' '.join(line[:8])} … took longer than {wait_s:g} s") from error
@@ -275,3 +313,7 @@ def run(line: Sequence[str], wait_s: float, *, given: str | None = None) -> str:
         last = (ran.stderr or ran.stdout).strip().splitlines()[-3:]
         raise StackError(f"{' '.join(line[:10])} …: {' | '.join(last)}")
     return ran.stdout
+
+
+def _started(line: Sequence[str], subnet: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(subnet))

@@ -17,9 +17,10 @@ HOLD_S = 8
 class Story:
     """One compose file, one fault; `must_settle`: no transfer may fail, whatever the evidence.
 
-    `workers` must have all pages home in the end. `without`: services that are not started. Stories of one file and
-    one overlay that follow each other share their containers while all is clean, but for those that are `alone`: they
-    leave containers whose network device was replaced. `quick`: one of those that CI plays.
+    `workers` must have all pages home in the end. `without`: services that are not started. Stories of one scene share
+    their containers while all is clean: those of one file, one overlay and one `part`. Scenes are played beside each
+    other, the longest first (`about_s`: on two cores with nothing else to do), but for what needs all the processors:
+    `by_itself`. `quick`: one of those that CI plays.
     """
 
     stack: str
@@ -30,7 +31,9 @@ class Story:
     workers: tuple[str, ...] = ("a", "b")
     without: tuple[str, ...] = ()
     quick: bool = False
-    alone: bool = False
+    part: str = ""
+    about_s: int = 20
+    by_itself: bool = False
 
     @property
     def title(self) -> str:
@@ -40,12 +43,12 @@ class Story:
     @property
     def scene(self) -> tuple[str, str, tuple[str, ...], str]:
         """What its containers are."""
-        return self.stack, self.overlay, self.without, self.fault if self.alone else ""
+        return self.stack, self.overlay, self.without, self.part
 
 
 def hold(actors: Actors, seconds: int = HOLD_S) -> None:
     """Let a fault last, as the clock of a container counts it."""
-    actors.stack.docker("run", "--rm", "--entrypoint", "sleep", "kvbus", str(seconds))
+    actors.stack.tool("sleep", str(seconds))
 
 
 def goes_on(actors: Actors, text: str, source: str = "a", destination: str = "b") -> None:

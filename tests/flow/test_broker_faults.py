@@ -191,7 +191,7 @@ def test_notes_confirm_facts_and_decisions_each_by_the_messages_of_their_own_str
 
 
 def event_of(body: TransferOutcome | LeaseGranted, sequence: int) -> Event:
-    return Event.model_construct(header=Header(k=body.KIND, i="b", m="m0", e=7, s=sequence, t=1), body=body)
+    return Event(Header(k=body.KIND, i="b", m="m0", e=7, s=sequence, t=1), body)
 
 
 def test_what_takes_effect_twice_is_named() -> None:

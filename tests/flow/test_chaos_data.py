@@ -14,7 +14,7 @@ import pytest
 
 from bench.chaos_data import lab as laboratory
 from bench.chaos_data.__main__ import main
-from bench.chaos_data.catalog import CASES, chosen
+from bench.chaos_data.catalog import CASES, Case, chosen
 from bench.chaos_data.lab import Lab, Transfer
 from bench.chaos_data.table import Row, cells, problems
 
@@ -153,6 +153,43 @@ def test_times_are_told_as_median_and_longest() -> None:
         row.ended("completed", 100.0, 100.0 + seconds)
     row.ended("completed", 100.0, 99.0)  # it had ended before the fault
     assert cells(row)[-3:] == ("completed 4", "500.0 ms", "2.00 s")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Two rows to be run instead of all; what had been printed when each of them began."""
+    printed: list[str] = []
+
+    def run(row: Row, chance: random.Random, rounds: int, plant: str) -> None:
+        printed.append(capsys.readouterr().out)
+        row.runs = row.audits = rounds
+        row.check(row.transport != "tcp", "it never held")
+
+    cases = [Case("fault", transport, "bare", run, 3) for transport in ("cma", "tcp")]
+    monkeypatch.setattr("bench.chaos_data.__main__.chosen", lambda _only: cases)
+    return printed
+
+
+def test_each_row_is_printed_as_it_ends_and_all_of_them_together_at_the_end(
+    seen: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--seed", "7"]) == 1
+    rest = capsys.readouterr().out
+    heading, cma = seen
+    assert heading.split()[:2] == ["fault", "transport"]
+    assert cma.split()[:4] == ["fault", "cma", "bare", "3"]
+    tcp, problem, _, *table = rest.splitlines()
+    assert tcp.split()[:4] == ["fault", "tcp", "bare", "3"]
+    assert problem == "fault, tcp: it never held"
+    assert [words.split()[1] for words in table[:3]] == ["transport", "cma", "tcp"]
+    assert table[-1].startswith("NOT CLEAN: 2 of ")
+
+
+def test_one_document_is_all_that_a_program_gets(seen: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", "--seed", "7"]) == 1
+    assert seen == ["", ""]
+    document = json.loads(capsys.readouterr().out)
+    assert [(row["transport"], row["clean"]) for row in document["rows"]] == [("cma", True), ("tcp", False)]
 
 
 def test_rows_are_chosen_by_fault_by_transport_or_by_both(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -264,4 +265,4 @@ def later(event: Event, gone: Event) -> Event:
     n = getattr(body, "n", 0)
     if event.header.i != gone.header.i or n <= without.n:
         return event
-    return event.model_copy(update={"body": body.model_copy(update={"n": n - 1})})
+    return replace(event, body=body.model_copy(update={"n": n - 1}))

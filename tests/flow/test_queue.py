@@ -95,7 +95,7 @@ async def b_killed(pair: Town) -> None:
 
     async def nobody_waits() -> bool:
         answer = await pair.bus.ask(f"$JS.API.CONSUMER.INFO.KVB_TRANSFER.{work_consumer_of('b')}", b"", wait_s=ANSWER_S)
-        return bool(json.loads(answer)["num_waiting"] == 0)
+        return bool(json.loads(answer).get("num_waiting", 0) == 0)  # it may have died before it asked for work at all
 
     await until(nobody_waits, what="the broker has noticed that b is gone")
 

@@ -90,6 +90,7 @@ def test_stage_from_a_source_that_is_not_allowed_ends_with_status_1(running: Up)
         (["text", "--file", "x"], "give exactly one prompt"),
         ([""], "prompt is empty"),
         (["--file", "/no/such/file"], "cannot be read"),
+        (["--file", "{folder}/cut.txt"], "it is no UTF-8 text from byte 2 on"),
         (["--tokens", "{folder}/torn.json"], "cannot be read"),
         (["--tokens", "{folder}/map.json"], "must hold a JSON list"),
         (["--tokens", "{folder}/range.json"], "prompt token 1 must lie in"),
@@ -99,6 +100,7 @@ def test_stage_from_a_source_that_is_not_allowed_ends_with_status_1(running: Up)
 def test_stage_of_what_is_no_prompt_ends_with_status_2(
     running: Up, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
+    (tmp_path / "cut.txt").write_bytes("ab…".encode()[:-1])
     (tmp_path / "torn.json").write_text("[1, 2")
     (tmp_path / "map.json").write_text("{}")
     (tmp_path / "range.json").write_text("[1, -1]")

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvbus.commands.up import up as up_command
 from tests.flow.command_line import COMMAND_S, Up, finish, kvbus, start, start_up, up
 from tests.flow.town import children
 from tests.waiting import wait_until
@@ -99,6 +101,38 @@ def test_it_ends_with_status_1_when_a_worker_dies(running: Up) -> None:
     assert running.process.wait(COMMAND_S) == 1
     wait_until(running.nothing_left, COMMAND_S, what="nothing is left")
     assert not running.state_file.exists()
+
+
+def test_it_ends_with_status_1_when_its_broker_dies(running: Up) -> None:
+    broker = int((running.state / "nats" / "run" / "nats-server.pid").read_text())
+
+    os.kill(broker, signal.SIGKILL)
+
+    assert running.process.wait(ORPHANS_S) == 1
+    wait_until(running.nothing_left, COMMAND_S, what="nothing is left")
+    assert "the broker ended, so everything stops" in running.said().replace("\n", " ")
+    assert not running.state_file.exists()
+
+
+def test_an_instance_that_is_drained_leaves_and_all_else_goes_on(running: Up) -> None:
+    for name in ("b", "a"):
+        drained = kvbus("drain", name, state=running.state)
+        assert drained.returncode == 0, drained
+
+    wait_until(lambda: running.said().count(" has left") == 2, COMMAND_S, what="it is said of both")
+    assert kvbus("audit", state=running.state).returncode == 0
+    assert running.end(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [("a,b,a", "'a' is named 2 times"), (" , ", "name at least one"), ("a b", "no blank")]
+)
+def test_names_that_cannot_be_instances_are_refused_before_anything_starts(names: str, words: str) -> None:
+    ran = CliRunner().invoke(up_command, ["--instances", names])
+
+    assert ran.exit_code == 2
+    assert words in ran.output
+    assert "starting" not in ran.output
 
 
 def test_its_document_names_the_broker_and_the_sockets_but_no_token(running: Up) -> None:

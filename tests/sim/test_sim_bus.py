@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import copy_context
 from dataclasses import dataclass
 
 import pytest
@@ -98,3 +99,19 @@ def test_only_settle_logs_are_kept_and_fenced(subject: str) -> None:
             await place.one.store(subject, b"", message_id="2", after=0)
 
     simulated(script)
+
+
+def test_a_call_can_be_cancelled_unless_nobody_may_and_then_the_cancel_fails() -> None:
+    ran: list[str] = []
+
+    async def script(_place: Place) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(ran.append, "cancelled").cancel()
+        loop.call_later(0.1, ran.append, "cancelled later").cancel()
+        stands = loop.call_soon(ran.append, "stands", context=copy_context())
+        with pytest.raises(NotImplementedError, match="cancel none"):
+            stands.cancel()
+        await asyncio.sleep(0.2)  # noqa: TID251 - virtual
+
+    simulated(script)
+    assert ran == ["stands"]

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,48 @@ def test_a_document_says_where_it_was_made_and_how_the_targets_stand(document: A
     assert whats == ["64 KiB: share of process_vm_readv", "1 page of 64 KiB, lease request to delivered, ms p50"]
     for target in document["targets"]:
         assert target["met"] in {True, False}
+
+
+LATE_KEYS = {"ticks", "p50_ms", "p99_ms", "max_ms", "worst_ms", "held_ms", "over", "cores", "source_p99_ms"}
+
+
+@pytest.mark.slow
+def test_a_tiny_run_tells_how_late_the_loop_is_beside_each_way_and_beside_other_processes() -> None:
+    command = [
+        sys.executable,
+        str(BENCH / "loop_lag.py"),
+        "--json",
+        "--rounds",
+        "1",
+        "--sizes",
+        "65536",
+        "--pages",
+        "8",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert ran.returncode == 0, ran.stderr
+    (case,) = json.loads(ran.stdout)["cases"]
+    rows = case["rows"]
+    ways = {"kvbus-memory", "kvbus-ucx", "kvbus-ucx-tcp", "kvbus-socket"}
+    beside = {f"{loop}, beside {count}" for loop in ("idle", "busy") for count in (1, 2)}
+    assert set(rows) == {"idle"} | beside | ways
+    for name, row in rows.items():
+        assert set(row) >= LATE_KEYS
+        assert row["ticks"] > 0
+        assert row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
+        assert (row["transfers"] > 0) == (name in ways)
+        assert ("worst_ms_more" in row) == (name in ways)
+
+
+async def test_what_holds_the_loop_shows_as_a_late_tick_and_as_the_loops_own_time() -> None:
+    heartbeat = bench_module("heartbeat").Heartbeat()
+    heartbeat.start()
+    ends_at = time.thread_time() + 0.03
+    while time.thread_time() < ends_at:
+        pass
+    beats = heartbeat.stop()
+    assert beats.late[-1] >= 0.028
+    assert beats.held[-1] >= 0.03
 
 
 def test_a_table_holds_a_line_for_each_contestant_and_no_target_is_met_by_what_was_not_measured() -> None:

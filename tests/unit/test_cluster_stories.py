@@ -15,7 +15,8 @@ import yaml
 
 from tests.cluster.configs import config_troubles, grafana_troubles, has_compose
 from tests.cluster.page import LINES_MAX, PAGE, page, write_trail
-from tests.cluster.stack import OVERLAYS
+from tests.cluster.play import turns
+from tests.cluster.stack import OVERLAYS, Stack
 from tests.cluster.stories import STORIES
 from tests.cluster.story import Story
 from tests.cluster.table import HEAD, Row, cells
@@ -66,6 +67,28 @@ def test_stories_that_share_containers_stand_together_and_no_two_have_one_title(
 
     assert len(set(scenes)) == len(scenes)
     assert len({story.title for story in STORIES}) == len(STORIES)
+
+
+def test_scenes_that_are_played_beside_each_other_share_neither_a_project_nor_a_network() -> None:
+    scenes = [scene for scene, _ in groupby(STORIES, lambda story: story.scene)]
+    stacks = [Stack(name, overlay, part) for name, overlay, _, part in scenes]
+
+    assert len({one.project for one in stacks}) == len(scenes)
+    assert len({one.subnet for one in stacks}) == len(scenes)
+    assert [one.subnet for one in stacks] == [Stack(name, overlay, part).subnet for name, overlay, _, part in scenes]
+
+
+def test_each_story_is_played_once_the_busy_ones_by_themselves_and_long_scenes_first() -> None:
+    alone, beside = turns(STORIES)
+    lengths = [sum(story.about_s for story in scene) for scene in beside]
+
+    assert sorted(story.title for scene in (*alone, *beside) for story in scene) == sorted(
+        story.title for story in STORIES
+    )
+    assert {story.title for scene in alone for story in scene} == {"rolling-restart, each worker restarted"}
+    assert lengths == sorted(lengths, reverse=True)
+    for scene in beside:
+        assert len({story.scene for story in scene}) == 1
 
 
 @pytest.mark.parametrize("story", [one for one in STORIES if one.overlay], ids=lambda one: one.overlay)

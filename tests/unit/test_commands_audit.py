@@ -85,7 +85,7 @@ def bits_of(event: Event, change: Callable[[int], int], ticket: int = 1) -> Even
     assert isinstance(body, FactsSeen)
     tickets, bits = from_column(body.ticket, 8), from_column(body.bits, 4)
     changed = [change(old) if number == ticket else old for number, old in zip(tickets, bits, strict=True)]
-    return event.model_copy(update={"body": body.model_copy(update={"bits": column(changed, 4)})})
+    return dataclasses.replace(event, body=body.model_copy(update={"bits": column(changed, 4)}))
 
 
 def granted_of(record: Record, instance: str, ticket: int) -> LeaseGranted:
@@ -102,7 +102,7 @@ def exchange(copy: Copy, old: Body, *, instance: str = "b", **fields: object) ->
 
     def change(event: Event) -> Event:
         ours = (event.body, event.header.i) == (old, instance)
-        return event.model_copy(update={"body": new}) if ours else event
+        return dataclasses.replace(event, body=new) if ours else event  # type: ignore[arg-type] # of the same kind
 
     return copy.changed(change).record()
 
@@ -412,7 +412,7 @@ async def test_a_decision_of_another_member_counts_whatever_the_clocks_say(whole
 def of_coordinator(event: Event) -> Event:
     """The same event, but decisions are another member's."""
     is_decision = event.header.k in {"open", "settle"}
-    return event.model_copy(update={"header": event.header.model_copy(update={"m": "m9"})}) if is_decision else event
+    return dataclasses.replace(event, header=event.header.model_copy(update={"m": "m9"})) if is_decision else event
 
 
 async def test_a_decision_before_access_has_ended_is_refuted(whole: Record) -> None:

@@ -281,7 +281,7 @@ async def test_a_transfer_that_was_never_opened_is_not_taken_for_one_that_was_op
     def closed_up(event: Event) -> Event:
         body = event.body
         if isinstance(body, TransferOpened | SettleDecided) and body.n > getattr(opening.body, "n", 0):
-            return event.model_copy(update={"body": body.model_copy(update={"n": body.n - 1})})
+            return dataclasses.replace(event, body=body.model_copy(update={"n": body.n - 1}))
         return event
 
     unopened = copy.without(opening).changed(closed_up).record()

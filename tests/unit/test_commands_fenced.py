@@ -1,6 +1,7 @@
 """An audit takes a fence for what it is: reason enough for a read to go back, and never for a write."""
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -48,7 +49,7 @@ def with_bits(copy: Copy, instance: str, change: Callable[[int], int]) -> Copy:
             return event
         tickets, bits = from_column(body.ticket, 8), from_column(body.bits, 4)
         other = [change(old) if ticket == 1 else old for ticket, old in zip(tickets, bits, strict=True)]
-        return event.model_copy(update={"body": body.model_copy(update={"bits": column(other, 4)})})
+        return replace(event, body=body.model_copy(update={"bits": column(other, 4)}))
 
     return copy.changed(changed)
 

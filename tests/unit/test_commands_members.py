@@ -4,7 +4,7 @@ The trail is made by hand: members m0 and m1 of instance b each read three pages
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -143,7 +143,7 @@ class Trail:
         """Write it down with the members' own clocks."""
         record = self.record()
         for place, event in enumerate(self.events):
-            told = event.model_copy(update={"header": decode(record.stored[place].data).header})
+            told = replace(event, header=decode(record.stored[place].data).header)
             header = told.header.model_copy(update={"t": event.header.t})
             object.__setattr__(record.stored[place], "data", encode(header, told.body))  # type: ignore[arg-type]
         return record

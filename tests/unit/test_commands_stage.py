@@ -12,7 +12,17 @@ from kvbus.bus_access import DeniedError
 from kvbus.commands.following import STAGES, Followed, newest, progress_bar
 from kvbus.commands.stage import exit_status
 from kvbus.errors import BusError
-from kvbus.events import Event, Header, LeaseGranted, OutcomeFixed, TransferOutcome, TransferStep, column, encode
+from kvbus.events import (
+    Event,
+    Header,
+    LeaseGranted,
+    OutcomeFixed,
+    TransferOutcome,
+    TransferStep,
+    column,
+    decode,
+    encode,
+)
 from kvbus.handles import LOST, UNASKED, Verdict
 from kvbus.parts import Body
 from kvbus.patience import NO_SUCH_STREAM, ask_until
@@ -28,8 +38,7 @@ TOPICS = Topics()
 
 
 def event(body: Body, *, instance: str = "b", member: str = "m0", at_ns: int = 5, number: int = 1) -> Event:
-    header = Header(k=body.KIND, i=instance, m=member, e=7, s=number, t=at_ns)
-    return Event.model_validate({"header": header, "body": body})
+    return decode(encode(Header(k=body.KIND, i=instance, m=member, e=7, s=number, t=at_ns), body))
 
 
 def step(name: str, *, request_hash: str = HASH) -> TransferStep:

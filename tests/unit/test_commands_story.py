@@ -5,6 +5,7 @@ import io
 import json
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -275,7 +276,7 @@ async def test_a_transfer_that_still_runs_is_not_complete(bus: Bus) -> None:
 
 async def test_a_second_return_is_a_contradiction(whole: list[Event]) -> None:
     returned = next(event for event in whole if turns_on(event, Fact.RETURNED, "b"))
-    twice = returned.model_copy(update={"header": returned.header.model_copy(update={"s": 5_000})})
+    twice = replace(returned, header=returned.header.model_copy(update={"s": 5_000}))
     story = told([*whole, twice])
 
     assert story.contradictions == ("T1@b is returned a second time by event b.m0.7.5000",)

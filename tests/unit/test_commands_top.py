@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvbus.commands.keys import named, pressed
 from kvbus.commands.top_screen import AWAY, UNHEARD, TopScreen
-from kvbus.commands.top_view import KEYS, Look, age, epoch_text, page, screen, shares
+from kvbus.commands.top_view import KEYS, Look, age, epoch_text, page, screen, shares, took
 from kvbus.picture.following import Following, begin
 from kvbus.picture.rows import EndedRow, IsolatedRow, LeaseRow, MemberRow, OutOfUseRow, Shown, Totals, TransferRow
 from kvbus.picture.whole import Picture
@@ -111,13 +111,13 @@ def test_everything_that_matters_can_be_read_in_80_columns_without_colour() -> N
     for words in (
         "kvbus top · nats://127.0.0.1:4222",
         "155 pages, 10.2 MB moved",
-        "1.beef  toy          256    220     30     4     2      3 0.5 s",
+        "1-beef  toy          256    220     30     4     2      3 0.5 s",
         "  b-00000007-0       a → b           moving           12/31  1 min by ucx",
         "> b-00000007-1",
         "b/m0          T1      write a             31 reading          > 2 h",
         "b/m0              3   1.0 s T1: the reader is silent",
         "a/m0          c               1 min no answer",
-        "  b-b187d3e2-1       a → b         failed      31/31   2.0 MB 200 ms source_",
+        "  b-b187d3e2-1       a → b         failed      31/31   2.0 MB  200 ms source_",
     ):
         assert words in text, text
 
@@ -167,11 +167,17 @@ def test_rows_are_shared_out_so_that_no_kind_takes_all() -> None:
     assert shares([5, 5], -3) == [0, 0]
 
 
+def test_what_a_transfer_took_is_rounded_and_short() -> None:
+    assert [took(seconds) for seconds in (0.0, 0.0142, 0.9994, 0.9996, 11.96, 599.9, 600.0)] == [
+        "0 ms", "14 ms", "999 ms", "1.0 s", "12.0 s", "599.9 s", "10 min",
+    ]  # fmt: skip
+
+
 def test_ages_and_epochs_are_short() -> None:
     texts = [age(seconds * S) for seconds in (0, 9, 59, 60, 3_599, 3_600, 86_400, 1_000_000)]
     assert texts == ["0.0 s", "9.0 s", "59 s", "1 min", "59 min", "1 h", "24 h", "11 d"]
     assert age(-5 * S) == "0.0 s"
-    assert epoch_text((3 << 32) | 0xABCD1234) == "3.1234"
+    assert epoch_text((3 << 32) | 0xABCD1234) == "3-1234"
 
 
 # ---------------------------------------------------------------------------------------------------------------- keys

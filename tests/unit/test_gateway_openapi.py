@@ -1,6 +1,7 @@
 """The gateway describes itself: every route stands in its OpenAPI document, and answers are as it says there."""
 
 import asyncio
+import html
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest_asyncio
 from starlette.routing import Route
 
 from kvbus.gateway.app import doors, routes
-from kvbus.gateway.openapi import docs_page
+from kvbus.gateway.openapi import docs_page, takes
 from tests.unit.engine_parts import worker_with
 from tests.unit.gateway_parts import Stage, prompt, stage
 from tests.unit.openai_parts import QUICK, run_dir_of
@@ -113,6 +114,21 @@ async def test_what_stands_in_the_document_cannot_become_markup() -> None:
     assert "<script>" not in page
     assert "<b>" not in page
     assert "<i>" not in page
+
+
+async def test_the_page_says_what_each_field_takes(gateway: Stage) -> None:
+    page = html.unescape((await gateway.client.get("/docs")).text)
+    assert "<code>source</code> (body, string, required)" in page
+    assert '<code>on_miss</code> (body, "prefill" | "partial" | "fail")' in page
+    assert "<code>prompt</code> (body, string or array of integer)" in page
+    assert "<code>wait_s</code> (query, number)" in page
+    assert takes({"type": "null"}) == takes({}) == ""
+
+
+async def test_what_is_not_there_is_answered_with_where_to_look(gateway: Stage) -> None:
+    for answered in (await gateway.client.get("/v1/nothing"), await gateway.client.put("/v1/kv_transfer")):
+        assert answered.status_code in {404, 405}
+        assert "/docs" in answered.json()["error"]
 
 
 @pytest.mark.slow

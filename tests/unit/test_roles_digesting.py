@@ -110,6 +110,30 @@ async def test_a_question_waits_for_digests_as_it_waits_for_a_prefill(lender: Le
     assert len(grant.page_digests()) == 4
 
 
+# P26
+async def test_pages_that_are_hashed_for_peers_leave_the_engine_its_longest_prompt(lender: Lender, gate: Gate) -> None:
+    # Planted fault that this catches: pins that do not count, so that questions fill the pool before any is lent to.
+    prompts = {"t1": lender.names(), "t2": lender.names(token=2), "t3": lender.names(token=3)}
+    lender.fill(byte=0xB2, token=2)
+    lender.fill(byte=0xC3, token=3)
+    for transfer in ("t1", "t2"):
+        assert (await lender.ask(transfer, names=prompts[transfer])).status == "computing"
+
+    refused = await lender.ask("t3", names=prompts["t3"])
+
+    assert (refused.status, refused.failure) == ("refused", FailureClass.LEASE_REFUSED.name.lower())
+    assert "4 more pages asked for, but 8 of at most 8 are lent" in refused.reason
+    assert len(lender.fill(8, byte=0xE9, token=9)) == 8, "the longest prompt"
+    gate.may_end.set()
+    await until(lambda: lender.pool.lender.statistics().pin_sets == 0)
+    for transfer in ("t1", "t2"):
+        await lender.grant(transfer, names=prompts[transfer])
+    assert lender.pool.allocator.claimed == 8, "a lease takes up what was pinned for it, and no more"
+    for transfer in ("t1", "t2"):
+        assert await lender.release(transfer)
+    assert lender.pool.allocator.claimed == 0
+
+
 async def test_a_reader_that_leaves_while_digests_are_made_is_lent_nothing(lender: Lender, gate: Gate) -> None:
     # contract 42
     assert (await lender.ask()).status == "computing"

@@ -1,5 +1,7 @@
 """The round: what is agreed is returned in the same round; what is voided is given up first, so that nothing counts."""
 
+import asyncio
+
 from kvbus.ledger.agreement import Agreement, Decision, Party
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.facts import Evidence, Fact, FactDetail, LeaseFacts, OutcomeRow
@@ -109,3 +111,35 @@ def test_a_decision_about_another_members_ticket_of_the_same_number_touches_noth
     assert not town.rounds.holder.bits(ticket) & Fact.SETTLED
     town.rounds.apply(Decision("settle", "t", 1, 2, "", (Party("m0", 8, 0, ticket),)))  # our name, another epoch
     assert not town.rounds.holder.bits(ticket) & Fact.SETTLED
+
+
+def test_those_who_wait_in_one_turn_share_one_round_and_find_their_leases_moved_on() -> None:
+    town = Town()
+    leases = [town.lender.lend(Direction.WRITE, 1) for _ in range(3)]
+
+    async def one(number: int) -> int:
+        ticket = town.rounds.holder.take(leases[number], PULL, "grant", now=0.0, peer="a")
+        await town.rounds.shared()
+        return town.rounds.holder.bits(ticket)
+
+    async def all_at_once() -> list[int]:
+        return await asyncio.gather(*(one(number) for number in range(3)))
+
+    bits = asyncio.run(all_at_once())
+    assert all(one & Fact.SUBMITTED for one in bits)
+    assert [len(batch.tickets) for batch in town.sink.batches] == [3, 3]  # taken, then granted and submitted
+
+
+def test_a_round_that_somebody_ran_meanwhile_is_not_run_again_for_who_waits() -> None:
+    town = Town()
+
+    async def another() -> int:
+        town.rounds.run()
+        return town.rounds.statistics.rounds
+
+    async def both() -> tuple[int, int]:
+        _, before = await asyncio.gather(town.rounds.shared(), another())  # the first waits by then
+        return before, town.rounds.statistics.rounds
+
+    before, after = asyncio.run(both())
+    assert after == before > 0

@@ -65,14 +65,19 @@ export function endedRows(body) {
     const why = [words(told.failure), told.reason].filter(Boolean).join(": ");
     text(outcome.lastChild, why);
     attribute(outcome, "title", why);
-    const held = told.pages_held ? ` + ${count(told.pages_held)} there` : "";
-    text(pages, `${count(told.pages_moved)}${held} of ${count(told.pages_wanted)}`);
+    text(pages, came(told));
+    attribute(pages, "title", told.pages_held ? `${count(told.pages_moved)} moved, ${count(told.pages_held)} were there already` : "");
     text(bytes, told.length_bytes ? size(told.length_bytes) : "–");
     text(took, duration(told.total_s));
     text(when, clock(told.ended_ms));
     attribute(row, "aria-label", `Transfer ${told.transfer}, ${way(told.source, told.destination)}, ${told.outcome}`);
   };
   return new Rows(body, make, fill);
+}
+
+function came({ pages_moved: moved, pages_held: held, pages_wanted: wanted }) {
+  if (held && held === wanted) return `${count(held)} were there`;
+  return `${count(moved)}${held ? ` + ${count(held)} there` : ""} of ${count(wanted)}`;
 }
 
 export function leaseRows(body, source) {
@@ -129,6 +134,7 @@ export function memberRows(body, source) {
     text(drains, told.state ? `◌ ${told.state}` : "");
     text(name, named(told.instance, told.member));
     text(epoch, told.epoch ? `epoch ${told.epoch}` : "");
+    attribute(epoch, "title", "Which run of its worker: how often it was started, and four signs of a random number");
     text(gone, told.registered ? "" : `✕ not registered${told.heard_ms ? `, heard ${age(source.now() - told.heard_ms)} ago` : ""}`);
     made.classList.toggle("absent", !told.registered);
     const engine = told.model && told.model !== told.engine ? `${told.engine} · ${told.model}` : told.engine;

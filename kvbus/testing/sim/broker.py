@@ -3,7 +3,7 @@
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -330,10 +330,11 @@ class SimBroker:
                 del entries[key]
         return entries
 
-    def knows(self, instance: str) -> bool:
-        """Return whether the registry holds a record of an instance."""
-        head = escape(f"{instance}/")
-        return any(key.startswith(head) for key in self.entries(BUCKET_INSTANCES))
+    def known(self, instances: Sequence[str]) -> list[str]:
+        """Return those of the instances of which the registry holds a record."""
+        entries = self.entries(BUCKET_INSTANCES)
+        heads = ((instance, escape(f"{instance}/")) for instance in instances)
+        return [instance for instance, head in heads if any(key.startswith(head) for key in entries)]
 
     def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store a value under a new revision."""

@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 _ACTOR: ContextVar["Actor"] = ContextVar("actor")
 
+_Turn = tuple[Callable[..., object], tuple[object, ...], Context, asyncio.Handle | None]
+"""A callback, its arguments and its context; and its handle, where somebody may cancel it."""
+
 
 class Actor:
     """One simulated process, or one independent device of it."""
@@ -27,7 +30,7 @@ class Actor:
         self.name = name
         self.alive = True
         self.paused = False
-        self.ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[_Turn] = deque()
         self.tasks: dict[int, SimTask[Any]] = {}
         self.context: Context = copy_context()
         self.context.run(_ACTOR.set, self)
@@ -39,9 +42,11 @@ class Actor:
 class SimTask(asyncio.Task[T]):
     """A task that hashes by its number: sets of tasks then have one order in every run."""
 
-    def __init__(self, number: int, coro: Coroutine[Any, Any, T], **options: Any) -> None:  # noqa: ANN401 - handed on
+    def __init__(
+        self, number: int, coro: Coroutine[Any, Any, T], loop: "SimLoop", name: str, context: Context | None
+    ) -> None:
         self.number = number  # first: asyncio keeps each task in a set from its own constructor on
-        super().__init__(coro, **options)
+        super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self.number
@@ -63,6 +68,16 @@ class SimHandle(asyncio.Handle):
         self._cancelled, self._callback, self._args = True, _nothing, ()
 
 
+class _NoHandle(SimHandle):
+    """What callers get who never cancel: one for all, so that a cancel of it would end nothing."""
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        """Fail: whoever wants to cancel has to get a handle of its own."""
+        raise NotImplementedError("this call was made at once, or by a task or a future, which cancel none")
+
+
 class SimTimer(asyncio.TimerHandle):
     """The same for timers; a cancelled one leaves the heap when its time comes."""
 
@@ -74,6 +89,11 @@ class SimTimer(asyncio.TimerHandle):
         self._when, self._scheduled = when, True
         self._context, self._loop, self._callback, self._args = context, loop, callback, args
         self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    @property
+    def turn(self) -> _Turn:
+        """What is run once its time has come."""
+        return self._callback, tuple(self._args), self._context, self
 
     def cancel(self) -> None:
         """See asyncio; what it would have called is let go."""
@@ -89,11 +109,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._world = self.current
         self._draw = random.Random(f"{seed}:loop").random
         self._ended = self._task_ended
-        self._no_handle = SimHandle(_nothing, (), self, copy_context())
+        self._no_handle = _NoHandle(_nothing, (), self, copy_context())
         self._on_fault = on_fault
         self.now = 0.0
         """What `time()` returns, for those who ask at every step."""
-        self._timers: list[tuple[float, int, asyncio.TimerHandle, Actor]] = []
+        self._timers: list[tuple[float, int, SimTimer, Actor]] = []
         self._active: list[Actor] = []
         self._sequence = 0
         self._with_tasks: dict[Actor, None] = {}
@@ -109,19 +129,20 @@ class SimLoop(asyncio.AbstractEventLoop):
                 at = int(draw() * len(active))
                 actor = active[at]
                 ready = actor.ready
-                handle = ready.popleft()
+                callback, args, context, handle = ready.popleft()
                 if not ready:
                     active[at] = active[-1]
                     active.pop()
-                if not handle._cancelled:  # noqa: SLF001
+                if handle is None or not handle._cancelled:  # noqa: SLF001
                     self.step += 1
                     self.current = actor
                     try:
-                        handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined] # noqa: SLF001
+                        context.run(callback, *args)
                     except (SystemExit, KeyboardInterrupt):
                         raise
                     except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
-                        self._on_fault(actor, f"callback {handle!r} let out {error!r}", error)
+                        told = handle or SimHandle(callback, args, self, context)
+                        self._on_fault(actor, f"callback {told!r} let out {error!r}", error)
                 if after_step(self.current):
                     break
         finally:
@@ -141,15 +162,15 @@ class SimLoop(asyncio.AbstractEventLoop):
             while timers and timers[0][0] <= now:
                 _, _, handle, actor = heapq.heappop(timers)
                 if not handle._cancelled:  # noqa: SLF001
-                    self._enqueue(actor, handle)
+                    self._enqueue(actor, handle.turn)
         return bool(self._active)
 
-    def _enqueue(self, actor: Actor, handle: asyncio.Handle) -> None:
+    def _enqueue(self, actor: Actor, turn: _Turn) -> None:
         if not actor.alive:
             return
         if not actor.ready and not actor.paused:
             self._active.append(actor)
-        actor.ready.append(handle)
+        actor.ready.append(turn)
 
     # ------------------------------------------------------------------------------------------------------- actors
 
@@ -194,7 +215,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if delay_s > 0:
             return self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
         handle = SimHandle(callback, args, self, actor.context)
-        self._enqueue(actor, handle)
+        self._enqueue(actor, (callback, args, actor.context, handle))
         return handle
 
     # ------------------------------------------------------------------------------------- what asyncio asks a loop
@@ -206,17 +227,21 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_soon(
         self, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.Handle:
-        """See asyncio; the actor is that of the context."""
+        """See asyncio; the actor is that of the context. What tasks and futures ask for, nobody cancels."""
         if callback is self._ended:  # a book of this loop, not a turn of somebody's
             self._task_ended(*args)  # type: ignore[arg-type]
             return self._no_handle
         if context is None:
-            actor, context = self.current, copy_context()
-        else:
-            actor = context.get(_ACTOR, self._world)
-        handle = SimHandle(callback, args, self, context)
-        self._enqueue(actor, handle)
-        return handle
+            context = copy_context()
+            handle = SimHandle(callback, args, self, context)
+            self._enqueue(self.current, (callback, args, context, handle))
+            return handle
+        actor = context.get(_ACTOR, self._world)
+        if actor.alive:  # as `_enqueue`, without a call: it is what every step does
+            if not actor.ready and not actor.paused:
+                self._active.append(actor)
+            actor.ready.append((callback, args, context, None))
+        return self._no_handle
 
     def call_soon_threadsafe(
         self, callback: Callable[..., object], *args: object, context: Context | None = None
@@ -242,7 +267,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def _set_timer(
         self, when: float, callback: Callable[..., object], args: tuple[object, ...], actor: Actor, context: Context
-    ) -> asyncio.TimerHandle:
+    ) -> "SimTimer":
         handle = SimTimer(when, callback, args, self, context)
         self._sequence += 1
         heapq.heappush(self._timers, (when, self._sequence, handle, actor))
@@ -258,9 +283,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """See asyncio; the task belongs to the actor of its context."""
         actor = self.current if context is None else context.get(_ACTOR, self._world)
         self._sequence += 1
-        task = SimTask(
-            self._sequence, coro, loop=self, name=name or getattr(coro, "__qualname__", "task"), context=context
-        )
+        task = SimTask(self._sequence, coro, self, name or str(getattr(coro, "__qualname__", "task")), context)
         if actor.alive:
             actor.tasks[task.number] = task
             self._with_tasks[actor] = None
@@ -294,7 +317,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
 
 def _nothing() -> None:
-    """What the handle of a call stands for that was made at once."""
+    """What a handle stands for that ends no call: one that was cancelled, or that of nobody."""
 
 
 def _close(task: "asyncio.Task[Any]") -> None:

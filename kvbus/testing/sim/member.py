@@ -89,7 +89,7 @@ class Member:
 
     def wall_s(self) -> float:
         """Return what the wall clock shows: virtual time, and whatever it was set to."""
-        return 1_700_000_000.0 + self.truth.loop.time() + self.wall_offset_s
+        return 1_700_000_000.0 + self.truth.loop.now + self.wall_offset_s
 
     # --------------------------------------------------------------------------------------------------------- run
 

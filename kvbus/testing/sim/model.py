@@ -29,6 +29,9 @@ _ACCESS_ENDED = int(Fact.ACCESS_ENDED)
 _FENCED = int(Fact.FENCED)
 _CONSUMED = int(Fact.CONSUMED)
 _SETTLED = int(Fact.SETTLED)
+_RETURN_FAILED = int(Fact.RETURN_FAILED)
+_LENDER_STOPPED = int(Fact.LENDER_STOPPED)
+_EVIDENCE = tuple((int(evidence), evidence.name.lower()) for evidence in Evidence)
 
 
 @dataclass(slots=True)
@@ -112,15 +115,15 @@ class Model:
             self._access_ended(ticket, lease)
         if new & _RETURNED:
             self._returned(ticket, lease)
-        if new & int(Fact.RETURN_FAILED):
+        if new & _RETURN_FAILED:
             self._return_failed(ticket)
 
     def _access_ended(self, ticket: int, lease: _Lease) -> None:
         pid = self.process.identity.pid
         kinds = "|".join(fact_names(lease.bits & EVIDENCE_BITS)).upper()
         self._note(f"{self._t(ticket)} access ended by {kinds}")
-        for evidence in Evidence:
-            self.counts[evidence.name.lower()] += bool(lease.bits & evidence)
+        for evidence, name in _EVIDENCE:
+            self.counts[name] += bool(lease.bits & evidence)
         if not lease.bits & EVIDENCE_BITS:
             self._violate(f"access to T{ticket} ended without evidence", ticket)
         if lease.writes:
@@ -134,7 +137,7 @@ class Model:
         self.returned.add(ticket)
         self.counts["leases_returned"] += 1
         self._note(f"{self._t(ticket)} returned")
-        if lease.bits & int(Fact.LENDER_STOPPED):
+        if lease.bits & _LENDER_STOPPED:
             self._violate(f"T{ticket} was returned to a lender that has stopped", ticket)
         if lease.bits & _FENCED and not lease.writes:
             self.process.fenced.add(ticket)

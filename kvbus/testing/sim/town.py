@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
@@ -35,6 +35,8 @@ class Town:
         self.healed = False
         self._random = random.Random(f"{settings.seed}:town")
         self._by_actor: dict[Actor, Member] = {}
+        self.of: Callable[[Actor], Member | None] = self._by_actor.get
+        """Returns the member that an actor is, if it is one that runs; without a call of Python, as every step asks."""
 
     def start(self) -> None:
         """Start one member per instance."""
@@ -49,10 +51,6 @@ class Town:
     def all_up(self) -> bool:
         """Whether every instance has a member at work that is not about to leave."""
         return len(self.up()) == len(self.members) and not any(member.leaving for member in self.up())
-
-    def of(self, actor: Actor) -> Member | None:
-        """Return the member that an actor is, if it is one that runs."""
-        return self._by_actor.get(actor)
 
     def kill(self, member: Member) -> None:
         """Kill a member, and let another follow."""
@@ -118,7 +116,7 @@ class Town:
 
     def findable(self, names: Sequence[str]) -> list[str]:
         """Return those of these instances that the registry knows."""
-        return [name for name in names if self.broker.knows(name)]
+        return self.broker.known(names)
 
     def _has_room(self, instance: str) -> bool:
         for rank in range(self.settings.ranks):

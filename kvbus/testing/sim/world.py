@@ -50,7 +50,7 @@ class World:
         self.settings = settings
         seed = str(settings.seed)
         self.loop = SimLoop(seed, self._on_fault)  # type: ignore[abstract] # no I/O: nobody asks for those
-        self.trail = Trail(lambda: (self.loop.step, self.loop.time()))
+        self.trail = Trail(lambda: (self.loop.step, self.loop.now))
         self.truth = Truth(self.loop, seed, self.trail)
         self.broker = SimBroker(self.loop, seed, settings.weather, self.trail)
         self.actor = Actor("world")

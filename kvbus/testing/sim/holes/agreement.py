@@ -14,8 +14,8 @@ from kvbus.ledger.facts import RESULT_BITS, Evidence, FailureClass
 from kvbus.ledger.holder import LeaseHolder
 from kvbus.ledger.types import Change, Delivered, Failed
 from kvbus.names import epoch_counter
-from kvbus.pool.pins import PinSet
 from kvbus.roles import registry
+from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
 from kvbus.testing.sim import member as members
@@ -51,7 +51,7 @@ async def _hit_evicted_while_planned(s: Script) -> None:
 
 def _hits_are_not_pinned() -> Sequence[Patch]:
     """Plan with pages that are here, and do not keep them."""
-    return [(PinSet, "pin", lambda _self, _names: 0)]
+    return [(PoolSide, "kept", lambda self, _pages: self.lender.pin_set())]
 
 
 # --------------------------------------------------------------------------------------------------------------- P11

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from kvbus.dataplane import memory as memory_module
 from kvbus.dataplane.cutting import Records
 from kvbus.dataplane.memory import _Reading
+from kvbus.dataplane.reading import record_of
 from kvbus.pool.generations import Generation
 from kvbus.testing.sim.plants.plant import Change, plant
 
@@ -69,7 +70,10 @@ def believe_torn() -> Sequence[Change]:
         same: NDArray[np.bool_] = (found[:, :2] == expected[:, :2]).all(axis=1)
         return same
 
-    return [(memory_module, "matching", without_complement)]
+    def record_without(record: bytes, epoch: int, counter: int) -> bool:
+        return record[:16] == record_of(epoch, counter)[:16]
+
+    return [(memory_module, "matching", without_complement), (memory_module, "verify", record_without)]
 
 
 @plant("grants of another epoch are read", "contract 48, P16", check="rewriting")

@@ -25,7 +25,8 @@ PAGES = 8
 PAGE_BYTES = 64
 EPOCH, NEXT_EPOCH = 1 << 32 | 5, 2 << 32 | 6
 LAYOUT = PageLayout("toy", 1, 1, 4, PAGE_BYTES // 4, "uint8", 0, 1, "ab")
-LIMITS = Limits(run_bytes=PAGE_BYTES // 2, segment_bytes=2 * PAGE_BYTES)
+LIMITS = tuple(Limits(run_bytes, segment_bytes=2 * PAGE_BYTES) for run_bytes in (PAGE_BYTES // 2, PAGE_BYTES))
+"""Columns of runs that are halves of a page, and page by page."""
 GRANTED_COUNTER, TORN_COUNTER = 0x100, 0x1FF
 """While the second becomes 0x200 byte by byte, it can be read as the first."""
 
@@ -174,7 +175,7 @@ class _Search:
         )
         order = Order(1, 1, view, Direction.WRITE, ReadOrder(grant), "source", None)
         progress = Progress(order, plan(order, LocalPool.of(self._target), "memory"))
-        reading = _Reading(progress, source.memory, self._target, LIMITS)
+        reading = _Reading(progress, source.memory, self._target, self._random.choice(LIMITS))
         while True:
             if self._random.random() < turns:
                 source.turn(pages)
