@@ -25,7 +25,7 @@ from kvbus import bus_guards as guards
 from kvbus.bus_access import Access, Denials, TlsFiles, denied
 from kvbus.bus_answers import Answers, Pulled, first
 from kvbus.bus_assets import AssetLimits, Assets, WorkLimits
-from kvbus.bus_guards import CONNECT_BUDGET_S, Crew, Tally, within
+from kvbus.bus_guards import CONNECT_BUDGET_S, Crew, Tally
 from kvbus.bus_jetstream import CALL_S, Fetched, JetStream
 from kvbus.bus_link import RETRY_MAX_S, RETRY_MIN_S, Link
 from kvbus.bus_routes import Routes
@@ -276,7 +276,7 @@ class NatsBus(StreamCalls):
     async def _call(self, call: Awaitable[T]) -> T:
         try:
             with self._errors_as_ours():
-                return await within(call, CALL_S)
+                return await self._link.calls.within(call, CALL_S)
         except TimeoutError as error:
             raise BusError("the client did not come back in time; call again", broker=self._link.where) from error
 
@@ -310,7 +310,7 @@ class NatsBus(StreamCalls):
         self._link.closing = True  # refuses new calls; `connected` is false from here on
         self._end_waits()
         await self._link.close()
-        await guards.end_given_up(_CLOSED_GRACE_S)
+        await self._link.calls.end(_CLOSED_GRACE_S)
 
     async def _open(self) -> NatsClient:
         client = NatsClient()
@@ -377,7 +377,7 @@ class NatsBus(StreamCalls):
             **self._access.options(),
         )
         # The client would try again for ever with credentials that the server has refused.
-        await guards.within_unless(connecting, refused, CONNECT_BUDGET_S)
+        await self._link.calls.within_unless(connecting, refused, CONNECT_BUDGET_S)
 
 
 def _delivery(message: Msg) -> Delivery:

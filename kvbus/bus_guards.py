@@ -1,4 +1,4 @@
-"""Guards around a broker's client: sizes, counters, bounded waits. They know no client.
+"""Guards around a broker's client: sizes, counters, so many tasks and no more. They know no client.
 
 Each guard answers a fault that was reproduced in the client in use: one message over the broker's limit closes the
 connection for good, a callback that raises leaves a dead connection that claims to live, and one error callback comes
@@ -12,16 +12,12 @@ import re
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvbus.errors import BusError, ConfigError
 from kvbus.events import EVENT_LENGTH_MAX_BYTES, REQUEST_LENGTH_MAX_BYTES
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 SUBJECT_LENGTH_MAX_BYTES = 1024
 """A subject over 4 KiB closes the client; ours are at most about 170 bytes, the broker's own inboxes and acks 300."""
@@ -154,70 +150,6 @@ def _shown(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}" if host else url
-
-
-_GIVEN_UP: set["asyncio.Future[Any]"] = set()
-"""Calls under way: the loop keeps only weak references to tasks. As many as there are callers, and no more."""
-_CANCELS_MAX, _CANCEL_S = 8, 0.25
-"""Two seconds in all. Each wait of the client that loses a cancellation does so at most once; it has few, in a row."""
-
-
-async def within(awaitable: Awaitable[T], budget_s: float) -> T:
-    """Await a call of the client with a hard bound; TimeoutError past it.
-
-    The call itself is never cancelled: the client would later set the result of a cancelled future, and its read loop
-    would die of that. A call that is given up runs on by the client's own time limits, and ends at the latest when the
-    client is closed. A callee that the client itself cancelled, because it was closed, is a BusError.
-    """
-    task = asyncio.ensure_future(awaitable)
-    if not task.done():
-        _GIVEN_UP.add(task)
-        task.add_done_callback(_GIVEN_UP.discard)
-    task.add_done_callback(_take_note)
-    await asyncio.wait({task}, timeout=budget_s)
-    if not task.done():
-        raise TimeoutError
-    if task.cancelled():
-        raise BusError("the connection was closed while a call was in progress; call again once it is back")
-    return task.result()
-
-
-async def end_given_up(grace_s: float) -> None:
-    """Once the client is closed, wait for the calls that were given up, then cancel them: nothing answers any more.
-
-    The client's own code may take a cancellation for something else and go on (its close and its connect wait by
-    `asyncio.wait_for`, which can lose one), so it is asked several times. What goes on even then is told and left.
-    """
-    left = {task for task in _GIVEN_UP if task.get_loop() is asyncio.get_running_loop()}
-    if left:
-        _, left = await asyncio.wait(left, timeout=grace_s)
-    for _ in range(_CANCELS_MAX):
-        if not left:
-            return
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_S)
-    if left:
-        log.warning("calls of the client that go on although they were cancelled: %d", len(left))
-
-
-async def within_unless(awaitable: Awaitable[T], hopeless: asyncio.Event, budget_s: float) -> T:
-    """Await with a hard bound; TimeoutError past it, or as soon as the event says that waiting is in vain."""
-    attempt = asyncio.ensure_future(within(awaitable, budget_s))
-    in_vain = asyncio.ensure_future(hopeless.wait())
-    try:
-        await asyncio.wait({attempt, in_vain}, return_when=asyncio.FIRST_COMPLETED)
-        if not attempt.done():
-            raise TimeoutError
-        return attempt.result()
-    finally:
-        in_vain.cancel()
-        attempt.cancel()
-
-
-def _take_note(task: "asyncio.Future[T]") -> None:
-    if not task.cancelled():
-        task.exception()  # marks it as seen: an abandoned call's late error has nobody left to tell
 
 
 class Crew:

@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from kvbus.bus_guards import Tally, jittered, within
+from kvbus.bus_calls import Calls
+from kvbus.bus_guards import Tally, jittered
 from kvbus.errors import BusError, KvbusError
 
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 2.0
@@ -60,6 +61,7 @@ class Link(Generic[C]):
     ) -> None:
         self.where = where
         self.closing = False
+        self.calls = Calls()
         self._tally = tally
         self._open_client = open_client
         self._mend = mend
@@ -153,12 +155,12 @@ class Link(Generic[C]):
         """End a client, bounded, whatever it says."""
         try:
             if drain and client.is_connected:
-                await within(client.drain(), _CLOSE_S)
+                await self.calls.within(client.drain(), _CLOSE_S)
         except Exception as error:  # noqa: BLE001 - the client is foreign code; below it is closed whatever it says
             self._tally.complain("drain_failed", error)
         try:
             if not client.is_closed:
-                await within(client.close(), _CLOSE_S)
+                await self.calls.within(client.close(), _CLOSE_S)
         except Exception as error:  # noqa: BLE001 - same
             self._tally.complain("close_failed", error)
 

@@ -12,7 +12,8 @@ import pytest
 from kvbus.broker import EmbeddedBroker
 from kvbus.bus import NatsBus
 from kvbus.bus_assets import EMBEDDED, INSTANCE_TTL_S, Assets, WorkLimits, drift, work_consumer
-from kvbus.bus_guards import check_version, headers_length, shown, within
+from kvbus.bus_calls import Calls
+from kvbus.bus_guards import check_version, headers_length, shown
 from kvbus.errors import BusError, ConfigError
 from kvbus.topics import Topics
 from kvbus.transport import BUCKET_EPOCH, BUCKET_INSTANCES, Bus, Delivery, NoAnswer, NotStored, Stored
@@ -63,7 +64,7 @@ async def test_connecting_to_nothing_says_where_it_looked_and_what_to_do() -> No
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         with pytest.raises(BusError, match=r"kvbus up.*--nats URL") as refused:
-            await within(NatsBus.connect(f"nats://secret@127.0.0.1:{port}", name="t"), 60)
+            await Calls().within(NatsBus.connect(f"nats://secret@127.0.0.1:{port}", name="t"), 60)
     assert refused.value.details["broker"] == f"nats://127.0.0.1:{port}"
     assert "5 s" in str(refused.value.details["tried"])
     assert "secret" not in str(refused.value)
@@ -75,7 +76,7 @@ async def test_connecting_to_something_that_never_speaks_ends_too() -> None:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         with pytest.raises(BusError, match="no broker answers"):
-            await within(NatsBus.connect(f"nats://127.0.0.1:{mute.getsockname()[1]}", name="t"), 60)
+            await Calls().within(NatsBus.connect(f"nats://127.0.0.1:{mute.getsockname()[1]}", name="t"), 60)
 
 
 async def test_wrong_credentials_are_named_as_such(broker: EmbeddedBroker) -> None:
