@@ -1,5 +1,6 @@
 """What only the memory reader has: a descriptor of another process, which must be the pool that was granted."""
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -98,18 +99,19 @@ def test_a_lender_that_is_gone_or_elsewhere_is_not_opened(lender: LendingProcess
         map_source(described.model_copy(update={"fd": 9999}))
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
 def test_no_descriptor_is_left_open_by_a_refusal() -> None:
+    gc.collect()  # what earlier tests left to be closed is closed now, and makes no room for one of ours
     before = open_descriptors()
     reading_end, writing_end = os.pipe()
     with pytest.raises(PeerError):
         map_source(MemoryAccess(process=identity(), fd=reading_end))
     os.close(reading_end)
     os.close(writing_end)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_mapping_outlives_its_lender() -> None:
