@@ -358,7 +358,7 @@ class Worker:
 def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     with contextlib.suppress(RuntimeError):  # no loop runs here: another thread, so the loop has to be woken
         if asyncio.get_running_loop() is loop:
-            event.set()
+            loop.call_soon(event.set)  # and not at once: a round that wakes itself would let nobody else have a turn
             return
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
         loop.call_soon_threadsafe(event.set)

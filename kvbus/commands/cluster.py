@@ -198,13 +198,15 @@ class Cluster:
         if self.broker is not None and self._minder is not None:  # which ends with the broker
             waits[asyncio.ensure_future(self._minder.wait())] = ("the broker", self.broker.folder / "run")
         try:
-            while True:
+            while waits:
                 ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for one in ended:
                     (name, log), status = waits.pop(one), one.result()
                     if status or not name.startswith("instance "):
                         return f"{name} {_how(name, status)}, so everything stops; its log: {log}"
                     on_leave(name.removeprefix("instance "))
+            never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            return await never  # all have left, and the broker is another's: until Ctrl-C
         finally:
             for wait in waits:
                 wait.cancel()

@@ -40,7 +40,8 @@ JOIN_S = 5.0
 FEW_PAGES = 16
 """Up to here a turn of Python for each page is cheaper than columns: those cost as much as forty pages do."""
 AT_ONCE_BYTES = 256 << 10
-"""Read on the caller's own thread: 0.1 ms at most, and less than it costs to wake another thread and to hear of it."""
+"""Read on the caller's own thread between two looks at what changed: 0.1 ms at most, however many orders it takes. One
+of them costs less than to wake another thread and to hear of it; beyond this all of them go there."""
 
 SourceKey = tuple[ProcessIdentity, int, int]
 """Process, descriptor and epoch of a mapped pool: the process itself, for a name can come back with another one."""
@@ -129,6 +130,7 @@ class MemoryReader:
         self._turn = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # at most two for each attempt under way
         self._stopping = False
+        self._at_once = 0  # bytes read on the caller's own thread since it last looked what changed
         self._sleeps = False  # changed and read under the condition's lock, as what follows is while it is true
         self._thread: threading.Thread | None = None
         # From here on: the reader thread's, and while that sleeps, the caller's.
@@ -180,6 +182,7 @@ class MemoryReader:
 
     def changes(self) -> Sequence[Change]:
         """Return and forget what changed since the last call, oldest first."""
+        self._at_once = 0
         return self._outbox.drain()
 
     def cancel(self, ticket: int, attempt: int) -> None:
@@ -229,13 +232,14 @@ class MemoryReader:
     def _may_read_at_once(self, checked: Plan) -> bool:
         """Whether an order is small, of a pool that is mapped already, and the thread sleeps: then all here is ours."""
         pages = len(checked.source_pages)
-        small = pages <= FEW_PAGES and pages * checked.local.page_bytes <= AT_ONCE_BYTES
-        rests = self._sleeps and not (self._commands or self._readings or self._pace.is_limited)
+        small = pages <= FEW_PAGES and self._at_once + pages * checked.local.page_bytes <= AT_ONCE_BYTES
+        rests = self._sleeps and not (self._stopping or self._commands or self._readings or self._pace.is_limited)
         offer = checked.grant.memory
         return small and rests and offer is not None and _key_of(offer, checked.grant) in self._sources
 
     def _read_at_once(self, progress: Progress, target: PoolMemory) -> None:
         """Do for one attempt what the thread would do for it; it ends by this."""
+        self._at_once += len(progress.plan.source_pages) * progress.plan.local.page_bytes
         self._begin(progress, target)
         while self._readings:
             self._take_turn()

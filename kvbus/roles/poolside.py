@@ -85,6 +85,7 @@ class PoolSide:
 
         What is pinned for peers counts under their cap as what is lent does: the question comes before the pin (P26).
         """
+        pages = tuple(dict.fromkeys(pages))  # a page that stood twice would count twice, and be let go once
         fresh = self.allocator.unclaimed(pages)
         if fresh and self.allocator.claimed + fresh > self.lent_cap_pages:
             return over_cap(fresh, self.lent_cap_pages, self.allocator.statistics())

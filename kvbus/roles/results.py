@@ -48,7 +48,8 @@ class Results:
         self._joined: dict[str, _Joined] = {}
         self._outcomes: OrderedDict[str, TransferOutcome] = OrderedDict()
         self._handed_back: OrderedDict[str, None] = OrderedDict()
-        self._unsaid: deque[tuple[str, Body, str]] = deque()  # as many as listeners of transfers that end in one turn
+        # Of what ended in one turn, or while the bus stood: at most all that runs, since nothing new is begun then.
+        self._unsaid: deque[tuple[str, Body, str]] = deque()
         self._telling: asyncio.Task[None] | None = None
         self.totals = TransferTotals()
 
@@ -135,8 +136,12 @@ class Results:
     def _say(self, requester: str, body: Body, cause: str) -> None:
         """Tell something soon: one task tells, in order, all that there is to say by then."""
         self._unsaid.append((requester, body, cause))
-        if self._telling is None or self._telling.done():
-            self._telling = started(self._tell_all(), name="telling")
+        self._go_on()
+
+    def _go_on(self, _fault: str = "") -> None:
+        """Have a task tell what is not told yet; a fault in telling one thing costs none of the others."""
+        if self._unsaid and (self._telling is None or self._telling.done()):
+            self._telling = started(self._tell_all(), name="telling", on_fault=self._go_on)
 
     async def _tell_all(self) -> None:
         while self._unsaid:

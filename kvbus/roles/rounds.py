@@ -82,12 +82,13 @@ class Rounds:
         if self._running:
             self._again = True
             return
-        self._running, self._due = True, False
+        self._running = True
         try:
             for _ in range(PASSES_MAX):
                 self._again = False
                 if not self._pass() and not self._again:
                     break
+            self._due = False  # not where a pass raised: whoever waits for this round runs one then
         finally:
             self._running = False
 

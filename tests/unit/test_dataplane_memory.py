@@ -326,6 +326,22 @@ def test_more_pages_than_few_are_left_to_the_thread(lender: LendingProcess) -> N
         assert check_rows(side, side.end_of(2), pages, pages) == len(pages)
 
 
+def test_several_small_orders_in_a_row_are_read_at_once_up_to_what_one_may_be(lender: LendingProcess) -> None:
+    # Planted fault that this catches: the bound counts each order alone.
+    most = AT_ONCE_BYTES // PAGE_BYTES
+    with memory_side() as side:
+        assert isinstance(side.reader, MemoryReader)
+        side.submit(lender.grant((1,)), (1,))
+        side.end_of()
+        wait_until(lambda: sleeps(side))
+        with side.reader._turn:  # the thread cannot go on
+            side.submit(lender.grant(range(most - 1), reader=reader_key("t2")), range(most - 1), ticket=2)
+            side.submit(lender.grant((most, most + 1), reader=reader_key("t3")), (most, most + 1), ticket=3)
+            (change,) = side.reader.changes()
+            assert change.ticket == 2
+        assert arrived_of(side.end_of(3)) == (True, True)
+
+
 def test_a_pool_that_is_another_one_by_now_is_refused_at_once_too(lender: LendingProcess) -> None:  # contract 47, 48
     with memory_side() as side:
         side.submit(lender.grant((1,)), (1,))

@@ -7,6 +7,7 @@ from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.transfer import Phase, Transfer
 from kvbus.names import request_hash, token_bytes
 from kvbus.parts import Prompt
+from kvbus.pool.pins import PinSet
 from kvbus.roles.running import Running
 from kvbus.roles.tokens import Content
 from kvbus.testing.bus import MemoryBroker
@@ -81,3 +82,14 @@ async def test_a_prompt_that_is_all_here_settles_although_peers_have_all_that_th
     assert whole.transfer.outcome == "settled"
     assert reader.pool.allocator.claimed == 8
     lent.check()
+
+
+# P26
+def test_a_page_that_is_named_twice_is_kept_and_counted_once(reader: Reader) -> None:
+    # Planted fault that this catches: two claims of a page, of which letting go takes back one.
+    pages = fill(reader.pool.lender, reader.pool.names(ids_of(1, 2, reader), ""))
+    kept = reader.pool.kept([*pages, *pages])
+    assert isinstance(kept, PinSet)
+    assert reader.pool.allocator.claimed == len(pages)
+    kept.drop()
+    assert reader.pool.allocator.claimed == 0
