@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from kvbus.commands.poison import flip_top_exponent_bits
+from kvbus.commands.poison import flip_sign_bits, flip_top_exponent_bits
 from tests.flow.town import BLOCK, Town, town
 from tests.flow.vllm_servers import VllmServer, attached, registered, require_vllm, start_server
 from tests.tiny_llama import VOCAB_SIZE, make_tiny_llama
@@ -120,12 +120,14 @@ async def test_vllm_and_transformers_take_each_others_pages(servers: Servers, so
 
 
 async def test_a_changed_page_changes_the_answer_so_it_is_the_pages_that_are_read(servers: Servers) -> None:
+    # Signs alone: this server goes on, and its attention over a block multiplies what a sequence does not reach by zero,
+    # so that what is no number there would spoil the answer of whoever gets the block next.
     ids = prompt("poisoned", 8)
     right = await servers.complete("a", ids)
     assert (await servers.town.stage(ids)).outcome == "settled"
     with servers.town.workers["b"].client() as client:
         where = client.where(ids)
-        flip_top_exponent_bits(where, where.pages[1])
+        flip_sign_bits(where, where.pages[1])
     assert await servers.complete("b", ids) != right
 
 
