@@ -120,7 +120,7 @@ async def test_vllm_and_transformers_take_each_others_pages(servers: Servers, so
 
 
 async def test_a_changed_page_changes_the_answer_so_it_is_the_pages_that_are_read(servers: Servers) -> None:
-    # Signs alone: this server goes on, and its attention over a block multiplies what a sequence does not reach by zero,
+    # Signs alone: the server goes on, and its attention over a block multiplies by zero what a sequence does not reach,
     # so that what is no number there would spoil the answer of whoever gets the block next.
     ids = prompt("poisoned", 8)
     right = await servers.complete("a", ids)
