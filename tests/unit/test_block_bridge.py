@@ -261,11 +261,12 @@ async def test_a_restart_begins_an_epoch_even_where_the_new_run_is_ahead_of_the_
             new.keep(stored([5], PROMPT[:4]))
             for other in range(ahead):
                 new.keep(stored([20 + other], range(4)))
-            await until(lambda: run.heard.held() == 4)
-            assert len(run.heard.epochs) == 2
-            at = run.heard.told.index("stored 5")
-            assert run.heard.told[at - 1] == "cleared"
-            assert run.heard.told[at:] == ["stored 5", *(f"stored {20 + other}" for other in range(ahead))]
+            # On a starved machine more epochs may begin: then a connection or an answer was lost on the way there.
+            anew = ["cleared", "stored 5", *(f"stored {20 + other}" for other in range(ahead))]
+            await until(lambda: run.heard.told[-len(anew) :] == anew, what="a new epoch tells all of the new run")
+            assert run.heard.held() == 4
+            assert len(run.heard.epochs) >= 2
+            assert {event.header.e for event in run.heard.events[-len(anew) :]} == {run.heard.epochs[-1]}
 
 
 async def test_without_replay_another_run_is_not_taken_for_the_same_though_its_number_fits() -> None:
