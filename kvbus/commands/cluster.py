@@ -189,10 +189,8 @@ class Cluster:
         A worker that ends with status 0 was drained, or told to end: `on_leave` hears its instance, and all else goes
         on. That holds for the last of them too, since whoever drained it still asks the broker what became of it.
         """
-        waits = {
-            asyncio.ensure_future(worker.wait()): (f"instance {name}", self.log(name))
-            for name, worker in self.workers.items()
-        }
+        instances = {asyncio.ensure_future(worker.wait()): name for name, worker in self.workers.items()}
+        waits = {one: (f"instance {name}", self.log(name)) for one, name in instances.items()}
         if self.door is not None:
             waits[asyncio.ensure_future(self.door.ended())] = ("the gateway", self.door.log)
         if self.broker is not None and self._minder is not None:  # which ends with the broker
@@ -202,9 +200,9 @@ class Cluster:
                 ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for one in ended:
                     (name, log), status = waits.pop(one), one.result()
-                    if status or not name.startswith("instance "):
+                    if status or one not in instances:
                         return f"{name} {_how(name, status)}, so everything stops; its log: {log}"
-                    on_leave(name.removeprefix("instance "))
+                    on_leave(instances[one])
             never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             return await never  # all have left, and the broker is another's: until Ctrl-C
         finally:

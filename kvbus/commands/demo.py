@@ -24,9 +24,9 @@ from kvbus.commands.recordings import write_record
 from kvbus.commands.rendering import LinePrinter, printable
 from kvbus.commands.stories import Story, tell
 from kvbus.commands.wording import lines_of
-from kvbus.commands.worker import engine_options
+from kvbus.commands.worker import engine_option, engine_options
 from kvbus.commands.working import working
-from kvbus.config import DIGESTS, ENGINES
+from kvbus.config import DIGESTS
 from kvbus.engines.client import LocalClient, TimedAnswer
 from kvbus.errors import BackendError
 from kvbus.events import TransferOutcome
@@ -45,13 +45,7 @@ FACTS_WAIT_S, QUIET_S = 5.0, 0.5
 
 
 @click.command()
-@click.option(
-    "--engine",
-    type=click.Choice(ENGINES),
-    default="toy",
-    show_default=True,
-    help="What computes; transformers needs the model that `make demo` or scripts/get_model gets.",
-)
+@engine_option
 @click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
 @click.option(
     "--transport",

@@ -12,19 +12,13 @@ from kvbus.commands.cluster import Cluster, ClusterPlan
 from kvbus.commands.common import EXIT_FAILED, console, entering, entering_options, json_option, print_document
 from kvbus.commands.gateway import is_installed
 from kvbus.commands.log_lines import log_option
-from kvbus.commands.worker import engine_options
-from kvbus.config import DIGESTS, ENGINES, TransferLimits, state_dir, write_state
+from kvbus.commands.worker import engine_option, engine_options
+from kvbus.config import DIGESTS, TransferLimits, state_dir, write_state
 from kvbus.errors import ConfigError
 
 
 @click.command()
-@click.option(
-    "--engine",
-    type=click.Choice(ENGINES),
-    default="toy",
-    show_default=True,
-    help="What computes; transformers needs the model that `make demo` or scripts/get_model gets.",
-)
+@engine_option
 @click.option("--engine-options", "options", default="", metavar="JSON", help="Options of the engines.")
 @click.option("--instances", default="a,b", show_default=True, help="Names, separated by commas.")
 @click.option("--pages", default=256, show_default=True, help="Pages in each pool.")

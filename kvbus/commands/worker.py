@@ -46,6 +46,16 @@ def engine_options(engine: str, given: str) -> dict[str, object]:
     return options
 
 
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="toy",
+    show_default=True,
+    help="What computes; transformers needs the model that `make demo` or scripts/get_model gets.",
+)
+"""For commands that start workers of their own."""
+
+
 def json_object(option: str, given: str) -> dict[str, object]:
     """Return the JSON object that an option holds, an empty one where it was not given."""
     try:

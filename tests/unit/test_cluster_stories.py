@@ -106,6 +106,7 @@ def test_an_overlay_changes_services_and_volumes_that_its_file_has_and_mounts_wh
 
 def test_compose_takes_every_file_with_all_its_profiles_and_finds_grafanas_part_whole() -> None:
     if not has_compose():
+        # Not `absent`: .ci/run starts an engine behind these tests, and `make cluster` asks the same of it then.
         pytest.skip("there is no docker compose here; `make cluster` asks it")
     assert config_troubles() == []
 

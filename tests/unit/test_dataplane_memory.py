@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -297,6 +298,15 @@ def sleeps(side: Side) -> bool:
     return side.reader._sleeps
 
 
+def rested(side: Side, lender: LendingProcess) -> threading.Condition:
+    """Let the lender's pool be mapped and the reader's thread sleep; holding what is returned keeps it asleep."""
+    assert isinstance(side.reader, MemoryReader)
+    side.submit(lender.grant((1,)), (1,))
+    side.end_of()
+    wait_until(lambda: sleeps(side))
+    return side.reader._turn
+
+
 def test_a_few_pages_of_a_pool_that_is_mapped_are_here_when_submit_returns(lender: LendingProcess) -> None:
     most = AT_ONCE_BYTES // PAGE_BYTES
     assert most <= FEW_PAGES
@@ -316,11 +326,8 @@ def test_a_few_pages_of_a_pool_that_is_mapped_are_here_when_submit_returns(lende
 def test_more_pages_than_few_are_left_to_the_thread(lender: LendingProcess) -> None:
     pages = range(AT_ONCE_BYTES // PAGE_BYTES + 1)
     with memory_side() as side:
-        assert isinstance(side.reader, MemoryReader)
-        side.submit(lender.grant((1,)), (1,))
-        side.end_of()
-        wait_until(lambda: sleeps(side))
-        with side.reader._turn:  # the thread cannot go on
+        turn = rested(side, lender)
+        with turn:  # the thread cannot go on
             side.submit(lender.grant(pages, reader=reader_key("t2")), pages, ticket=2)
             assert side.reader.changes() == []
         assert check_rows(side, side.end_of(2), pages, pages) == len(pages)
@@ -330,11 +337,8 @@ def test_several_small_orders_in_a_row_are_read_at_once_up_to_what_one_may_be(le
     # Planted fault that this catches: the bound counts each order alone.
     most = AT_ONCE_BYTES // PAGE_BYTES
     with memory_side() as side:
-        assert isinstance(side.reader, MemoryReader)
-        side.submit(lender.grant((1,)), (1,))
-        side.end_of()
-        wait_until(lambda: sleeps(side))
-        with side.reader._turn:  # the thread cannot go on
+        turn = rested(side, lender)
+        with turn:  # the thread cannot go on
             side.submit(lender.grant(range(most - 1), reader=reader_key("t2")), range(most - 1), ticket=2)
             side.submit(lender.grant((most, most + 1), reader=reader_key("t3")), (most, most + 1), ticket=3)
             (change,) = side.reader.changes()
