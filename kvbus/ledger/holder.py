@@ -234,6 +234,11 @@ class LeaseHolder:
         return bool(self._changed or self._rows or self._foreign.details)
 
     @property
+    def has_work(self) -> bool:
+        """True where the next round has something to do already, whatever backends and lenders say in it."""
+        return bool(self.has_news or self._to_poll or self._to_submit)
+
+    @property
     def retained(self) -> int:
         """How many leases nobody waits for any more although access to them has not ended; costs time in bindings."""
         return sum(len(binding.retained) for binding in self._foreign.bindings.values())

@@ -78,7 +78,10 @@ class Rounds:
         self._followers.append(follower)
 
     def run(self) -> None:
-        """Run passes until nothing changes any more; a call from inside a pass asks for one more instead."""
+        """Run passes until nothing is left to do; a call from inside a pass asks for one more instead.
+
+        What a backend or a lender has to say later on, it wakes the worker for.
+        """
         if self._running:
             self._again = True
             return
@@ -127,7 +130,7 @@ class Rounds:
         holder.finish()
         if facts:
             self._tell(facts)
-        return bool(facts) or holder.has_news
+        return holder.has_work
 
     def _agree(self, facts: LeaseFacts) -> list[int]:
         """Apply what is decided by these facts; return the tickets that no transfer shares and that may go back now."""

@@ -143,3 +143,12 @@ def test_a_round_that_somebody_ran_meanwhile_is_not_run_again_for_who_waits() ->
 
     before, after = asyncio.run(both())
     assert after == before > 0
+
+
+def test_a_round_with_nothing_left_to_do_asks_backends_and_lenders_no_more() -> None:
+    town = Town()
+    town.rounds.run()
+    assert town.rounds.statistics.rounds == 1  # nothing is known before it is asked for
+    town.take()
+    assert [len(batch.tickets) for batch in town.sink.batches] == [1, 1]  # taken, then granted and submitted
+    assert town.rounds.statistics.rounds == 1 + 2 + 1  # and one more that the follower asked for
