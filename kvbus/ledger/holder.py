@@ -226,8 +226,6 @@ class LeaseHolder:
         open_bindings = tuple(name for name, binding in foreign.bindings.items() if not binding.hold_released)
         return HolderShutdown(not self._held and not open_bindings, len(self._held), self.retained, open_bindings)
 
-    # ------------------------------------------------------------------------------------------------------ looking
-
     @property
     def has_news(self) -> bool:
         """True where the next `collect` has something to report already."""
@@ -235,8 +233,8 @@ class LeaseHolder:
 
     @property
     def has_work(self) -> bool:
-        """True where the next round has something to do already, whatever backends and lenders say in it."""
-        return bool(self.has_news or self._to_poll or self._to_submit)
+        """True where the next round has something to do, whatever backends and lenders say in it."""
+        return self.has_news or bool(self._to_poll or self._to_submit)
 
     @property
     def retained(self) -> int:
@@ -337,14 +335,11 @@ class LeaseHolder:
         self._touch(held)
 
     def _take_result(self, held: Held, result: Result, text: str) -> None:
-        match result:
-            case Delivered():
-                held.binding.deliveries += not held.closed
-                self._fix(held, result, result.failure, text)
-            case Failed():
-                self._fail(held, result.failure, result.text)
-            case Cancelled():
-                self._fix(held, result, FailureClass.CANCELLED, text or "stopped on request")
+        held.binding.deliveries += isinstance(result, Delivered) and not held.closed
+        if isinstance(result, Cancelled):
+            self._fix(held, result, FailureClass.CANCELLED, text or "stopped on request")
+        else:
+            self._fix(held, result, result.failure, result.text if isinstance(result, Failed) else text)
 
     def _fail(self, held: Held, failure: FailureClass, text: str) -> None:
         self._fix(held, Failed(failure, text), failure, text)
