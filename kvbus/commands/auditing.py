@@ -26,6 +26,8 @@ from kvbus.topics import Family
 
 REASONS_MAX = 100
 """Reasons of one kind that are named; a record with more is no less incomplete."""
+NOTHING = "no event is recorded: no lease was ever taken here, or your workers write to another broker or --prefix"
+"""What an empty record shows proves nothing."""
 
 
 class Verdict(StrEnum):
@@ -148,6 +150,8 @@ class _Auditor:
         ]
         reasons = [*_most(self._holes), *_most(self._disorder), *_most(pending)]
         is_late = beginnings.facts or beginnings.settle
+        if not (events or is_late):
+            reasons.append(NOTHING)
         clean = Verdict.CLEAN_SINCE if is_late else Verdict.CLEAN
         verdict = Verdict.REFUTED if offences else Verdict.INCOMPLETE if reasons else clean
         end_ns = self._record.end_ns or max((event.header.t for event in events), default=0)

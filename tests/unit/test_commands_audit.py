@@ -540,6 +540,12 @@ async def test_a_repeat_that_the_broker_stored_is_no_second_return(bus: Bus) -> 
     assert result.verdict is Verdict.CLEAN
 
 
+async def test_logs_in_which_nothing_is_recorded_prove_nothing(bus: Bus) -> None:
+    _, result = await audit_log(bus, Topics())
+    assert result.verdict is Verdict.INCOMPLETE
+    assert any("no event is recorded" in line and "--prefix" in line for line in lines(result))
+
+
 def test_the_fewest_places_are_displaced() -> None:
     pick = random.Random(7)
     assert displaced([]) == []
