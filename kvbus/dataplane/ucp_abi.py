@@ -7,7 +7,9 @@ struct, so these layouts also serve older minor versions. Only `ucp.py` uses thi
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvbus.errors import ConfigError
@@ -15,6 +17,7 @@ from kvbus.errors import ConfigError
 VERSION_MAJOR = 1
 VERSION_MINOR_MIN = 19
 """The oldest minor version in which every function, mask and status used here was checked in the headers."""
+LOG_FILE = "UCX_LOG_FILE"
 
 OK = 0
 IN_PROGRESS = 1
@@ -284,17 +287,19 @@ def load(library_path: str | None = None) -> Library:
     """
     path = library_path or _wheel_path()
     try:
-        for sibling in ("libucs.so.0", "libuct.so.0"):
-            # Should libucp not know its own folder, it finds its parts because they are already loaded.
-            if (beside := Path(path).parent / sibling).is_file():
-                ctypes.CDLL(str(beside))
+        with _complaints_on_stderr():
+            for sibling in ("libucs.so.0", "libuct.so.0"):
+                # Should libucp not know its own folder, it finds its parts because they are already loaded.
+                if (beside := Path(path).parent / sibling).is_file():
+                    ctypes.CDLL(str(beside))
+            loaded = ctypes.CDLL(path)
         library = Library(path)
-        _bind(library, ctypes.CDLL(path), _RELEASING_GIL)
+        _bind(library, loaded, _RELEASING_GIL)
         _bind(library, ctypes.PyDLL(path), _KEEPING_GIL)
         ucs = ctypes.CDLL(path)
         ucs.ucs_status_string.restype, ucs.ucs_status_string.argtypes = ctypes.c_char_p, (_status,)
         library.status_string = ucs.ucs_status_string
-        # Other packages set UCX_* variables that this build does not know; UCX would complain on stdout.
+        # Other packages set UCX_* variables that this build does not know; UCX would complain of each.
         ucs.ucs_global_opts_set_value(b"WARN_UNUSED_ENV_VARS", b"n")
     except (OSError, AttributeError) as error:
         raise ConfigError(
@@ -304,6 +309,19 @@ def load(library_path: str | None = None) -> Library:
         ) from error
     _check_version(library)
     return library
+
+
+@contextmanager
+def _complaints_on_stderr() -> Iterator[None]:
+    """Let UCX, which opens its log as it is loaded, write to stderr: stdout is for what commands print."""
+    if LOG_FILE in os.environ:  # an operator wants it elsewhere
+        yield
+        return
+    os.environ[LOG_FILE] = "stderr"
+    try:
+        yield
+    finally:
+        del os.environ[LOG_FILE]
 
 
 def _wheel_path() -> str:

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -308,3 +312,20 @@ def test_the_lanes_are_known_once_connected(lender: LendingProcess) -> None:
         assert isinstance(side.reader, UcxReader)
         assert any(lane.startswith("tcp/") for lane in side.reader.statistics().lanes["A"])
         assert "endpoints=1" in repr(side.reader)
+
+
+@pytest.mark.parametrize("chosen", ["", "ucx.log"])
+def test_what_ucx_complains_of_is_not_among_what_a_command_prints(tmp_path: Path, chosen: str) -> None:
+    program = (
+        "from kvbus.dataplane.ucp_abi import load\n"
+        "from kvbus.dataplane.ucp_context import Context\n"
+        "try: Context.open(load(), {'TLS': 'nonsense'})\n"
+        "except Exception as error: print(type(error).__name__)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    log = tmp_path / chosen if chosen else None
+    if log is not None:  # an operator's own choice stands
+        environment["UCX_LOG_FILE"] = str(log)
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "ConfigError\n"
+    assert "'nonsense' is not available" in (ran.stderr if log is None else log.read_text())
