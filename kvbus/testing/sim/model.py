@@ -190,8 +190,10 @@ class Model:
         self.check_touched()
         if not self.rounds.holder.has_news:  # at shutdown leases go back before the round that tells of it
             self._check_states()
-        for page, name in list(self.contents.items()):
-            if self._holds(page, name):
+        # What the index names is cached: its lender has just been checked.
+        found = self.pool.lender._index.match(self.contents.values())  # noqa: SLF001 - all at once, as nobody else asks
+        for (page, name), there in zip(list(self.contents.items()), found, strict=True):
+            if there == page:
                 self._check_page(page, name)
             else:
                 del self.contents[page]

@@ -52,8 +52,9 @@ class Violation:
 class Trail:
     """Keeps the last events of a run, and the first violation."""
 
-    def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
+    def __init__(self, now: Callable[[], tuple[int, float]], on_violation: Callable[[], None] = lambda: None) -> None:
         self._now = now
+        self._on_violation = on_violation
         self._digest = hashlib.blake2b(digest_size=8)
         self._new: list[_Event] = []
         self._kept: deque[_Event] = deque(maxlen=KEPT_MAX)
@@ -82,6 +83,7 @@ class Trail:
         if self.violation is None:
             step, at_s = self._now()
             self.violation = Violation(step, at_s, f"{who}: {text}", self._relevant(who, subjects))
+            self._on_violation()
 
     def last(self, count: int) -> tuple[Step, ...]:
         """Return the newest events."""
