@@ -96,7 +96,7 @@ class Place:
     others: tuple[str, ...]
     seed: str
     ring: Callable[[], None]
-    wall_s: Callable[[], float]
+    unix_ns: Callable[[], int]
     nonce: Callable[[int], bytes]
     councils: Councils
 
@@ -199,7 +199,7 @@ class Builder:
             instance=place.instance,
             member=place.member,
             epoch=self._epoch,
-            unix_ns=lambda: int(place.wall_s() * 1e9),
+            unix_ns=place.unix_ns,
         )
 
     def _rounds(self, pool: PoolSide, reader: SimReader, model: Model) -> Rounds:
