@@ -43,7 +43,7 @@ from kvbus.testing.sim.plane import SimReader
 from kvbus.testing.sim.prompts import TOKEN_MAX
 from kvbus.testing.sim.settings import SimSettings
 from kvbus.testing.sim.truth import SimProcess, SimWatch, Truth, WatchedLender
-from kvbus.testing.sim.watched import WatchedGate
+from kvbus.testing.sim.watched import WatchedGate, WatchedRounds
 from kvbus.topics import Topics
 
 DEDUP_TTL_S = 1.0
@@ -96,7 +96,7 @@ class Place:
     others: tuple[str, ...]
     seed: str
     ring: Callable[[], None]
-    wall_s: Callable[[], float]
+    unix_ns: Callable[[], int]
     nonce: Callable[[int], bytes]
     councils: Councils
 
@@ -199,7 +199,7 @@ class Builder:
             instance=place.instance,
             member=place.member,
             epoch=self._epoch,
-            unix_ns=lambda: int(place.wall_s() * 1e9),
+            unix_ns=place.unix_ns,
         )
 
     def _rounds(self, pool: PoolSide, reader: SimReader, model: Model) -> Rounds:
@@ -213,7 +213,11 @@ class Builder:
             lenders=[pool.lender],
         )
         agreement = Agreement(term=self._epoch)
-        return Rounds(holder=holder, agreement=agreement, sink=model, member=self._place.member, epoch=self._epoch)
+        rounds = WatchedRounds(
+            holder=holder, agreement=agreement, sink=model, member=self._place.member, epoch=self._epoch
+        )
+        rounds.loop = self._place.truth.loop
+        return rounds
 
     def _desk(self, pool: PoolSide, rounds: Rounds) -> PoolDesk:
         desk = PoolDesk(

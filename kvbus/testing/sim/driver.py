@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import BusError
@@ -12,7 +13,7 @@ from kvbus.parts import Body, OnMiss
 from kvbus.testing.sim.bus import SimBus
 from kvbus.testing.sim.councils import member_name
 from kvbus.testing.sim.loop import Actor
-from kvbus.testing.sim.prompts import prompt_of, tokens_of
+from kvbus.testing.sim.prompts import prompt_of, text_of, tokens_of
 from kvbus.testing.sim.town import Town
 from kvbus.topics import Command
 
@@ -67,8 +68,9 @@ class Driver:
                 # Mostly where there is room: a refusal costs as much to simulate as a transfer, and shows less.
                 regardless = draw > REGARDLESS
                 roomy = self._town.names if regardless else self._town.with_room()
-                if roomy and (regardless or self._town.findable(self._town.names)):
-                    asked = self._make(self._random.choice(roomy), regardless=regardless)
+                sources = self._town.names if regardless else self._town.findable()
+                if roomy and sources:
+                    asked = self._make(self._random.choice(roomy), sources, regardless=regardless)
                     self._recent.append(asked)
                     loop.spawn(self._actor, self._send(asked), "request")
                     if self._random.random() < ANSWERS_A_REQUEST:
@@ -81,7 +83,7 @@ class Driver:
         """Let some engine answer a prompt of its own, which takes pages, and puts others out."""
         members = self._town.up()
         if members and (parts := self._random.choice(members).parts):
-            parts.engine.answer(tokens_of(self._words()), self._salt())
+            parts.engine.answer(tokens_of(text_of(*self._document())), self._salt())
 
     async def _forge(self) -> None:
         """Say of readers that are lent to that their access has ended, with a nonce that is not theirs (P18)."""
@@ -96,15 +98,14 @@ class Driver:
                 self.counts["forged"] += 1
                 await self._tell(lender.instance, Command.LEASE, body, member_name(lender.rank))
 
-    def _make(self, destination: str, *, regardless: bool) -> _Asked:
+    def _make(self, destination: str, sources: Sequence[str], *, regardless: bool) -> _Asked:
         draw = self._random
-        others = [name for name in self._town.names if name != destination]
+        others = [name for name in sources if name != destination]
         if regardless:
-            source = draw.choice(others if draw.random() < 0.5 else self._town.names)
+            source = draw.choice(others if draw.random() < 0.5 else sources)
         else:  # one that can be found, for the same reason
-            source = draw.choice(self._town.findable(others) or others)
-        document, _, tokens = self._words().partition(":")
-        prompt = prompt_of(int(document), int(tokens), as_text=draw.random() < 0.3)
+            source = draw.choice(others or [name for name in self._town.names if name != destination])
+        prompt = prompt_of(*self._document(), as_text=draw.random() < 0.3)
         salt = self._salt()
         own = request_hash(model="", salt=salt, source=source, prompt=prompt.canonical())
         self.asked += 1
@@ -121,10 +122,11 @@ class Driver:
         )
         return _Asked(destination, request)
 
-    def _words(self) -> str:
+    def _document(self) -> tuple[int, int]:
+        """Return a document, the first ones more often, and how many tokens of it."""
         settings, draw = self._town.settings, self._random
         tokens = draw.randint(settings.block_tokens, settings.block_tokens * settings.blocks_max)
-        return f"{min(draw.randrange(settings.documents), draw.randrange(settings.documents))}:{tokens}"
+        return min(draw.randrange(settings.documents), draw.randrange(settings.documents)), tokens
 
     def _salt(self) -> str:
         return "" if self._random.random() < 0.9 else "other"

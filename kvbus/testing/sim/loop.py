@@ -113,6 +113,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._on_fault = on_fault
         self.now = 0.0
         """What `time()` returns, for those who ask at every step."""
+        self.look_soon, self.look_step, self.look_s = False, 0.0, 0.0
+        """When to look: after this step, from some step on, from some time on; at first after each step."""
         self._timers: list[tuple[float, int, SimTimer, Actor]] = []
         self._active: list[Actor] = []
         self._sequence = 0
@@ -120,8 +122,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # ------------------------------------------------------------------------------------------------- what runs it
 
-    def run(self, after_step: Callable[[Actor], bool]) -> None:
-        """Run step by step until `after_step` says so, or nothing is left that could run."""
+    def run(self, look: Callable[[Actor], bool]) -> None:
+        """Run step by step until a look says so, or nothing is left that could run."""
         events._set_running_loop(self)  # noqa: SLF001 - what asyncio's own loops do
         active, draw = self._active, self._draw  # this is the innermost loop of every run
         try:
@@ -143,8 +145,10 @@ class SimLoop(asyncio.AbstractEventLoop):
                     except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
                         told = handle or SimHandle(callback, args, self, context)
                         self._on_fault(actor, f"callback {told!r} let out {error!r}", error)
-                if after_step(self.current):
-                    break
+                if self.look_soon or self.step >= self.look_step or self.now >= self.look_s:
+                    self.look_soon = False
+                    if look(self.current):
+                        break
         finally:
             events._set_running_loop(None)  # noqa: SLF001
 

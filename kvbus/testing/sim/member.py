@@ -4,7 +4,6 @@ A kill may come between any two turns of its loop.
 """
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -87,9 +86,9 @@ class Member:
             self.truth.trail.note("world", f"{self.process.name} is told to stop ")
             self._spawn(self._leave(self.parts, and_then), "leave")
 
-    def wall_s(self) -> float:
+    def unix_ns(self) -> int:
         """Return what the wall clock shows: virtual time, and whatever it was set to."""
-        return 1_700_000_000.0 + self.truth.loop.now + self.wall_offset_s
+        return int((1_700_000_000.0 + self.truth.loop.now + self.wall_offset_s) * 1e9)
 
     # --------------------------------------------------------------------------------------------------------- run
 
@@ -118,9 +117,9 @@ class Member:
     async def _rounds(self, parts: Parts) -> None:
         while True:
             wait_s = TICK_S / 4 if parts.destination.running else TICK_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
+            timer = self.truth.loop.call_later(wait_s, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
             self._wake.clear()
             parts.rounds.run()
             parts.destination.tick()
@@ -139,7 +138,7 @@ class Member:
             others=self.others,
             seed=f"{self._seed}:parts",
             ring=self._ring,
-            wall_s=self.wall_s,
+            unix_ns=self.unix_ns,
             nonce=self._nonces.randbytes,
             councils=self.councils,
         )

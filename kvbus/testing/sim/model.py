@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import (
-    EVIDENCE_BITS,
     RESULT_BITS,
     Evidence,
     Fact,
@@ -31,7 +30,8 @@ _CONSUMED = int(Fact.CONSUMED)
 _SETTLED = int(Fact.SETTLED)
 _RETURN_FAILED = int(Fact.RETURN_FAILED)
 _LENDER_STOPPED = int(Fact.LENDER_STOPPED)
-_EVIDENCE = tuple((int(evidence), evidence.name.lower()) for evidence in Evidence)
+_EVIDENCE = tuple((int(evidence), evidence.name.lower(), fact_names(evidence)[0].upper()) for evidence in Evidence)
+"""Each kind of evidence: its bit, the name under which it is counted, and that of its fact in the trail."""
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class Model:
             for row in facts.rows:
                 if isinstance(row, GrantedRow):
                     self._granted(row)
-                elif isinstance(row, OutcomeRow):
-                    self._outcome(row)
+                elif isinstance(row, OutcomeRow) and not row.evidence:
+                    self._violate(f"T{row.ticket} has an outcome without evidence", row.ticket)
             for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
                 self._line(ticket, bits, lo, hi)
         self.sink.facts(facts)
@@ -85,32 +85,24 @@ class Model:
         self.sink.decision(decision)
 
     def _granted(self, row: GrantedRow) -> None:
-        lease = self.held.setdefault(row.ticket, _Lease())
+        lease = self._lease(row.ticket)
         lease.writes, lease.pages = row.writes, row.pages
         view = self.rounds.holder.view(row.ticket) if self.rounds else None
         lease.names = view.names if view else ()
         pages = " ".join(f"{self.process.name}.p{page}" for page in row.pages)
         self._note(f"{self._t(row.ticket)} granted to {'write' if row.writes else 'read'} for {row.peer} : {pages}")
 
-    def _outcome(self, row: OutcomeRow) -> None:
-        if not row.evidence:
-            self._violate(f"T{row.ticket} has an outcome without evidence", row.ticket)
-
     def _line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
         if ticket in self.returned:
             self._violate(f"T{ticket} is reported after its return", ticket)
             return
-        lease = self.held.setdefault(ticket, _Lease())
+        lease = self._lease(ticket)
         before, lease.bits = lease.bits, bits
         new = bits & ~before
         if before & ~bits:
             self._violate(f"T{ticket} lost the bits {' and '.join(fact_names(before & ~bits))}", ticket)
-        if (bits & RESULT_BITS).bit_count() > 1:
-            self._violate(f"T{ticket} has two results", ticket)
-        if bits & RESULT_BITS and lease.writes:
-            if lease.bounds not in {None, (lo, hi)}:
-                self._violate(f"T{ticket} changed its bounds from {lease.bounds} to {(lo, hi)}", ticket)
-            lease.bounds = (lo, hi)
+        if results := bits & RESULT_BITS:
+            self._result(ticket, lease, results, (lo, hi))
         if new & _ACCESS_ENDED:
             self._access_ended(ticket, lease)
         if new & _RETURNED:
@@ -118,18 +110,36 @@ class Model:
         if new & _RETURN_FAILED:
             self._return_failed(ticket)
 
+    def _lease(self, ticket: int) -> _Lease:
+        lease = self.held.get(ticket)
+        if lease is None:
+            lease = self.held[ticket] = _Lease()
+        return lease
+
+    def _result(self, ticket: int, lease: _Lease, results: int, bounds: tuple[int, int]) -> None:
+        """There is one result, and with it the bounds of a write are fixed (P17)."""
+        if results & (results - 1):  # more than one bit
+            self._violate(f"T{ticket} has two results", ticket)
+        if lease.writes:
+            if lease.bounds is not None and lease.bounds != bounds:
+                self._violate(f"T{ticket} changed its bounds from {lease.bounds} to {bounds}", ticket)
+            lease.bounds = bounds
+
     def _access_ended(self, ticket: int, lease: _Lease) -> None:
         pid = self.process.identity.pid
-        kinds = "|".join(fact_names(lease.bits & EVIDENCE_BITS)).upper()
-        self._note(f"{self._t(ticket)} access ended by {kinds}")
-        for evidence, name in _EVIDENCE:
-            self.counts[name] += bool(lease.bits & evidence)
-        if not lease.bits & EVIDENCE_BITS:
+        kinds: list[str] = []
+        for evidence, name, kind in _EVIDENCE:
+            if lease.bits & evidence:
+                self.counts[name] += 1
+                kinds.append(kind)
+        self._note(f"{self._t(ticket)} access ended by {'|'.join(kinds)}")
+        if not kinds:
             self._violate(f"access to T{ticket} ended without evidence", ticket)
         if lease.writes:
-            if lease.names and any(self.truth.writers[pid, page] for page in lease.pages):
+            writers = self.truth.writers
+            if lease.names and any((pid, page) in writers for page in lease.pages):
                 self._violate(f"access to T{ticket} is said to have ended, and its pages are being written", ticket)
-        elif self.truth.lease_readers[pid, ticket]:
+        elif self.truth.lease_readers.get((pid, ticket)):
             self._violate(f"access to T{ticket} is said to have ended, and it is being read", ticket)
 
     def _returned(self, ticket: int, lease: _Lease) -> None:
@@ -180,8 +190,10 @@ class Model:
         self.check_touched()
         if not self.rounds.holder.has_news:  # at shutdown leases go back before the round that tells of it
             self._check_states()
-        for page, name in list(self.contents.items()):
-            if self._holds(page, name):
+        # What the index names is cached: its lender has just been checked.
+        found = self.pool.lender._index.match(self.contents.values())  # noqa: SLF001 - all at once, as nobody else asks
+        for (page, name), there in zip(list(self.contents.items()), found, strict=True):
+            if there == page:
                 self._check_page(page, name)
             else:
                 del self.contents[page]

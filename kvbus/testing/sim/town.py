@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
@@ -114,19 +114,19 @@ class Town:
         """Return the instances with a member that hears of requests in time, and would admit one more transfer."""
         return [name for name in self.names if self._has_room(name)]
 
-    def findable(self, names: Sequence[str]) -> list[str]:
-        """Return those of these instances that the registry knows."""
-        return self.broker.known(names)
+    def findable(self) -> list[str]:
+        """Return the instances that the registry knows."""
+        return self.broker.known(self.names)
 
     def _has_room(self, instance: str) -> bool:
         for rank in range(self.settings.ranks):
             member = self.members[_key(instance, rank)]
             parts = member.parts
             if parts is not None and (parts.council is None or parts.council.leads):
+                room = self.settings.inflight_max
                 hears = member.bus.connected and not member.leaving
                 in_time = member.wall_offset_s < LATE_S  # by its own clock
-                busy = max(parts.gate.inflight, self.broker.queued_for(instance))
-                return hears and in_time and busy < self.settings.inflight_max
+                return hears and in_time and parts.gate.inflight < room and self.broker.queued_for(instance) < room
         return False
 
 

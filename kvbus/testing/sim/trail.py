@@ -17,6 +17,10 @@ SHOWN_MAX = 60
 _NUMBERED = re.compile(r"[\w/]*\d[\w/]*")
 
 
+_Event = tuple[int, float, str, str]
+"""A `Step` as it is kept: few of them are ever shown."""
+
+
 class Step(NamedTuple):
     """One event of a run."""
 
@@ -48,11 +52,12 @@ class Violation:
 class Trail:
     """Keeps the last events of a run, and the first violation."""
 
-    def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
+    def __init__(self, now: Callable[[], tuple[int, float]], on_violation: Callable[[], None] = lambda: None) -> None:
         self._now = now
+        self._on_violation = on_violation
         self._digest = hashlib.blake2b(digest_size=8)
-        self._new: list[str] = []
-        self._kept: deque[Step] = deque(maxlen=KEPT_MAX)
+        self._new: list[_Event] = []
+        self._kept: deque[_Event] = deque(maxlen=KEPT_MAX)
         self.violation: Violation | None = None
 
     @property
@@ -63,9 +68,9 @@ class Trail:
 
     def note(self, who: str, text: str) -> None:
         """Add one event."""
-        step, at_s = self._now()
-        self._kept.append(Step(step, at_s, who, text))
-        self._new.append(f"{step}|{who}|{text}\n")
+        event = (*self._now(), who, text)
+        self._kept.append(event)
+        self._new.append(event)
         if len(self._new) >= DIGESTED_MAX:
             self._digest_new()
 
@@ -78,17 +83,22 @@ class Trail:
         if self.violation is None:
             step, at_s = self._now()
             self.violation = Violation(step, at_s, f"{who}: {text}", self._relevant(who, subjects))
+            self._on_violation()
 
     def last(self, count: int) -> tuple[Step, ...]:
         """Return the newest events."""
-        return tuple(self._kept)[-count:]
+        return tuple(Step(*event) for event in tuple(self._kept)[-count:])
 
     def _digest_new(self) -> None:
-        self._digest.update("".join(self._new).encode())
+        self._digest.update("".join([f"{step}|{who}|{text}\n" for step, _, who, text in self._new]).encode())
         self._new.clear()
 
     def _relevant(self, who: str, subjects: tuple[str, ...]) -> tuple[Step, ...]:
         """Return the newest events that speak of the subjects, or of the world at large."""
         wanted = {subject if "." in subject else f"{who}.{subject}" for subject in subjects}
-        found = [step for step in self._kept if step.who == "world" or not wanted or wanted & set(step.text.split())]
-        return tuple(found[-SHOWN_MAX:])
+        found = [
+            event
+            for event in self._kept
+            if event[2] == "world" or not wanted or not wanted.isdisjoint(event[3].split())
+        ]
+        return tuple(Step(*event) for event in found[-SHOWN_MAX:])

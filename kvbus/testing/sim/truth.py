@@ -54,6 +54,7 @@ class Truth:
     def __init__(self, loop: SimLoop, seed: str, trail: Trail) -> None:
         self.loop = loop
         self.trail = trail
+        # Most pages are touched by nobody, and a counter asks Python for each that it lacks: hence `get` and `in` below.
         self.readers: Counter[tuple[int, int]] = Counter()
         self.writers: Counter[tuple[int, int]] = Counter()
         self.lease_readers: Counter[tuple[int, int]] = Counter()
@@ -121,14 +122,14 @@ class Truth:
     def begin(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
         """Somebody may touch these pages from now on."""
         for page in pages:
-            counts[pid, page] += 1
+            counts[pid, page] = counts.get((pid, page), 0) + 1
 
     def end_access(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
         """Somebody touches these pages no more."""
         for page in pages:
-            counts[pid, page] -= 1
-            if not counts[pid, page]:
-                del counts[pid, page]
+            left = counts.pop((pid, page)) - 1
+            if left:
+                counts[pid, page] = left
 
 
 def content(name: bytes) -> bytes:
@@ -192,8 +193,8 @@ class WatchedLender(PoolLender):
         )
         pid, readers = self.process.identity.pid, self.truth.readers
         for page in lease.pages:
-            if readers[pid, page]:
-                self._check_reused(page, readers[pid, page], salt)
+            if reads := readers.get((pid, page)):
+                self._check_reused(page, reads, salt)
         self._check_written(lease.pages, "it is lent for writing")
         self._check_cap(lease)
         return lease
@@ -240,12 +241,12 @@ class WatchedLender(PoolLender):
     def _check_read(self, pages: Sequence[int]) -> None:
         pid, readers = self.process.identity.pid, self.truth.readers
         for page in pages:
-            if readers[pid, page] > self._allocator.pins(page):
+            if readers.get((pid, page), 0) > self._allocator.pins(page):
                 text = f"page {page} was given back with a read of it under way"
                 self.truth.trail.violate(self.process.name, text, f"p{page}")
 
     def _check_written(self, pages: Sequence[int], why: str) -> None:
         pid, writers = self.process.identity.pid, self.truth.writers
         for page in pages:
-            if writers[pid, page]:
+            if (pid, page) in writers:
                 self.truth.trail.violate(self.process.name, f"page {page} is being written while {why}", f"p{page}")

@@ -1,9 +1,11 @@
-"""Admission, watched: the real gate, and the queue's end of each request, held against what was admitted before."""
+"""Watched parts: admission held against what was admitted before, and rounds after which the world looks."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvbus.ledger.admission import Admission, AdmissionGate, Verdict
+from kvbus.roles.rounds import Rounds
+from kvbus.testing.sim.loop import SimLoop
 from kvbus.testing.sim.trail import Trail
 
 
@@ -67,3 +69,14 @@ class WatchedGate(AdmissionGate):
         """The queue forgets a request: only what does not run any more, for a crash would lose it (P20)."""
         if self.claims.running.get(request_hash) == request_id:
             self._trail.violate(self._who, f"{request_id} was taken off the queue while its transfer runs")
+
+
+class WatchedRounds(Rounds):
+    """The real rounds: what one has moved is checked after the step that ran it."""
+
+    loop: SimLoop
+
+    def run(self) -> None:
+        """See `Rounds`."""
+        self.loop.look_soon = True
+        super().run()

@@ -1,5 +1,6 @@
 """One run of the simulator, from the first member's start to rest."""
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class World:
         self.settings = settings
         seed = str(settings.seed)
         self.loop = SimLoop(seed, self._on_fault)  # type: ignore[abstract] # no I/O: nobody asks for those
-        self.trail = Trail(lambda: (self.loop.step, self.loop.now))
+        self.trail = Trail(lambda: (self.loop.step, self.loop.now), self._look_soon)
         self.truth = Truth(self.loop, seed, self.trail)
         self.broker = SimBroker(self.loop, seed, settings.weather, self.trail)
         self.actor = Actor("world")
@@ -60,7 +61,7 @@ class World:
         self._healed_at: float | None = None
         self._look_at = 0.0
         self._left: tuple[str, ...] = ("not started",)
-        self._stop_at_step = settings.stop_at_step
+        self._stop_at_step = math.inf if settings.stop_at_step is None else settings.stop_at_step
         self._check_steps = max(CHECK_STEPS, CHECK_STEPS_PER_MEMBER * settings.instances * settings.ranks)
         self._next_check = self._check_steps
         moving = settings.transfers + settings.instances  # what starts and rests, and what moves
@@ -72,7 +73,7 @@ class World:
         self.town.start()
         self.driver.start()
         self.loop.spawn(self.actor, self.chaos.run(), "chaos")
-        self.loop.run(self._after_step)
+        self.loop.run(self._look)
         counts = self.town.counts()
         violation, digest, last = self.trail.violation, self.trail.hash, self.trail.last(40)
         self.loop.close()
@@ -91,8 +92,8 @@ class World:
             last=last,
         )
 
-    def _after_step(self, actor: Actor) -> bool:
-        """Check what the step touched, and now and then all; True ends the run."""
+    def _look(self, actor: Actor) -> bool:
+        """Check what a step touched whose actor had a round, and now and then all; True ends the run."""
         loop = self.loop
         member = self.town.of(actor)
         if member is not None and (parts := member.parts) is not None:
@@ -107,7 +108,12 @@ class World:
                 self.trail.violate("world", f"{loop.step} steps, and no rest")
         if self.trail.violation is not None or loop.step == self._stop_at_step:
             return True
-        return loop.now >= self._look_at and self._is_over()
+        is_over = loop.now >= self._look_at and self._is_over()
+        loop.look_step, loop.look_s = min(self._next_check, self._stop_at_step), self._look_at
+        return is_over
+
+    def _look_soon(self) -> None:
+        self.loop.look_soon = True
 
     def _check_touched(self, parts: Parts, actor: Actor) -> None:
         parts.model.check_touched()
