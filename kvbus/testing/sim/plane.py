@@ -75,6 +75,7 @@ class SimReader:
         self._device = device
         self._memory = memory
         self._local = LocalPool.of(memory)
+        self._limits = Limits(self._local.page_bytes, self._local.page_bytes * SEGMENT_PAGES)
         self._random = random.Random(f"{seed}:plane")
         self._outbox = Outbox(wake)
         self._isolation = Isolation()
@@ -110,8 +111,7 @@ class SimReader:
         if draw < self.rates.rejected:
             raise SubmissionRejectedError(FailureClass.TRANSPORT, "the transport took nothing")
         self._outbox.open((order.ticket, order.attempt))
-        page_bytes = checked.local.page_bytes
-        segments = checked.segments(Limits(page_bytes, page_bytes * SEGMENT_PAGES))
+        segments = checked.segments(self._limits, with_runs=False, with_spans=False)  # as one that maps the source
         attempt = _Attempt(Progress(order, checked), source, segments)
         self._attempts[attempt.pair] = attempt
         self._mark(attempt)
