@@ -16,6 +16,7 @@ from kvbus.ledger.types import Cancelled, Change, Failed, Order, SubmissionRejec
 from kvbus.pool.generations import Generation
 from kvbus.pool.memory import PoolMemory
 from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.pages import PAGE_BYTES, views
 from kvbus.testing.sim.settings import Rates
 from kvbus.testing.sim.truth import SimProcess, Truth
 
@@ -212,12 +213,12 @@ class SimReader:
     def _copy(self, attempt: _Attempt, segment: Segment, half: int) -> None:
         self._check(attempt, segment, "bytes land")
         checked, source = attempt.progress.plan, _memory(attempt.source)
-        middle = checked.local.page_bytes // 2
-        part = slice(0, middle) if half == 0 else slice(middle, None)
-        for row in segment.rows:
-            from_ = source.page_bytes(checked.source_pages[row])
-            to = self._memory.page_bytes(checked.local_pages[row])[part]
-            to[:] = from_[part]
+        part = slice(0, PAGE_BYTES // 2) if half == 0 else slice(PAGE_BYTES // 2, None)
+        theirs = views(source, [checked.source_pages[row] for row in segment.rows])
+        ours = views(self._memory, [checked.local_pages[row] for row in segment.rows])
+        for page, copy in zip(theirs, ours, strict=True):
+            to = copy[part]
+            to[:] = page[part]
             if self._flips and self._random.random() < self._flips:
                 to[self._random.randrange(len(to))] ^= 1 << self._random.randrange(8)
 
