@@ -39,6 +39,7 @@ from kvbus.testing.sim.councils import Councils, WatchedCouncil, member_name
 from kvbus.testing.sim.engine import SimEngine
 from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.model import Model
+from kvbus.testing.sim.pages import PAGE_BYTES
 from kvbus.testing.sim.plane import SimReader
 from kvbus.testing.sim.prompts import TOKEN_MAX
 from kvbus.testing.sim.settings import SimSettings
@@ -52,7 +53,6 @@ DEDUP_ENTRIES_MAX = 1_000
 LEND_WAIT_S = 1.0
 RELEASE_RETRY_S = 0.5
 READERS_MAX = 4_096
-PAGE_BYTES = 32
 IDLE = HeartbeatSeen(
     transfers_running=0, leases_held=0, pages_free=0, pages_cached=0, pages_lent=0, facts_sequence=0, settle_n=0
 )

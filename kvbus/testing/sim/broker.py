@@ -23,6 +23,8 @@ IDS_MAX = 20_000
 QUEUE_MAX = 10_000
 HOP_S = 0.0005
 LATE_MAX_S = 2.0
+SLASH = escape("/")
+"""What parts an instance's name from its member's in a key of the registry."""
 KEPT_MAX = 20_000
 """Messages kept of one subject; beyond it the oldest go, as from the stream that has its size."""
 
@@ -152,37 +154,42 @@ class SimBroker:
 
     def send(self, delivery: Delivery, answer: "Callable[[bytes], None] | None" = None) -> int:
         """Send a message to whoever listens; return how many could answer it."""
-        listeners = [one for one in self._listeners.get(delivery.subject, ()) if not one.gone]
-        for listener in listeners:
-            self.carry(lambda listener=listener: self._arrive(listener, delivery, answer))  # type: ignore[misc]
-        return sum(one.answers for one in listeners)
+        answering = 0
+        for listener in tuple(self._listeners.get(delivery.subject, ())):
+            if listener.gone:
+                self.unlisten(listener)  # for good: what was added up to now would be asked at each message
+            else:
+                self.carry(self._arrive, listener, delivery, answer)
+                answering += listener.answers
+        return answering
 
-    def carry(self, arrive: Callable[[], None]) -> None:
+    def carry(self, arrive: Callable[..., None], *message: object) -> None:
         """Bring a message there: now, later, twice, or never."""
         draw, rates = self.random.random(), self.rates
         self.sent += 1
         if draw < rates.lost:
             self.lost += 1
             return
-        self._carry_once(arrive)
+        self._carry_once(arrive, message)
         if draw > 1 - rates.doubled:
             self.doubled += 1
-            self._carry_once(arrive)
+            self._carry_once(arrive, message)
 
-    def _carry_once(self, arrive: Callable[[], None]) -> None:
-        life = self.life
+    def _carry_once(self, arrive: Callable[..., None], message: tuple[object, ...]) -> None:
         draw = self.random.random()
-
-        def if_still_up() -> None:
-            if self.life == life:
-                arrive()
-
         if draw < self.rates.late:
-            self.loop.post(self.actor, if_still_up, delay_s=self.random.random() * LATE_MAX_S)
+            delay_s = self.random.random() * LATE_MAX_S
         elif draw < 0.4:
-            self.loop.post(self.actor, if_still_up, delay_s=self.random.expovariate(1 / HOP_S))
+            delay_s = self.random.expovariate(1 / HOP_S)
         else:
-            arrive()
+            arrive(*message)
+            return
+        self.loop.post(self.actor, self._carry_on, self.life, arrive, message, delay_s=delay_s)
+
+    def _carry_on(self, life: int, arrive: Callable[..., None], message: tuple[object, ...]) -> None:
+        """Bring a message there at last, unless it was under way when the broker stopped."""
+        if self.life == life:
+            arrive(*message)
 
     def _arrive(self, listener: Listener, delivery: Delivery, answer: "Callable[[bytes], None] | None") -> None:
         if listener.connected:
@@ -263,10 +270,13 @@ class SimBroker:
 
     def offer(self, queue: str, most: int) -> list[Waiting]:
         """Give out waiting requests, within the queue's caps."""
+        waiting = self._queue.get(queue)
+        if not waiting:
+            return []
         now = self.loop.time()
         given: list[Waiting] = []
-        held = sum(1 for one in self._queue.get(queue, {}).values() if one.offered_again_at > now)
-        for one in self._queue.get(queue, {}).values():
+        held = sum(1 for one in waiting.values() if one.offered_again_at > now)
+        for one in waiting.values():
             if len(given) >= most or held + len(given) >= self.work.in_flight_max:
                 break
             if one.offered_again_at <= now:
@@ -332,9 +342,8 @@ class SimBroker:
 
     def known(self, instances: Sequence[str]) -> list[str]:
         """Return those of the instances of which the registry holds a record."""
-        entries = self.entries(BUCKET_INSTANCES)
-        heads = ((instance, escape(f"{instance}/")) for instance in instances)
-        return [instance for instance, head in heads if any(key.startswith(head) for key in entries)]
+        known = {key.partition(SLASH)[0] for key in self.entries(BUCKET_INSTANCES)}
+        return [instance for instance in instances if escape(instance) in known]
 
     def put(self, bucket: str, key: str, value: bytes) -> None:
         """Store a value under a new revision."""

@@ -7,6 +7,8 @@ its answer lost, and a connection may be gone, or gone without either end knowin
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from kvbus.errors import BusError
 from kvbus.testing.sim.broker import SimBroker, Waiting
@@ -24,9 +26,12 @@ from kvbus.transport import (
     Work,
 )
 
+T = TypeVar("T")
 ANSWERS_MAX = 64
 """As on the real bus: answers in progress at once; more wait their turn."""
 QUEUED_MAX = 8_192
+SLOW = 0.05
+"""Chance that a call's way to the broker, or back, takes a while: HOP_S on average."""
 HOP_S = 0.001
 CALL_S = 5.0
 
@@ -71,24 +76,25 @@ class SimBus:
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
         """See `kvbus.transport.Bus`."""
         self._check()
-        loop, life = self.broker.loop, self.broker.life
-        answer: asyncio.Future[bytes | NoAnswer] = loop.create_future()
-
-        def settle(value: bytes | NoAnswer) -> None:
-            if not answer.done():
-                answer.set_result(value)
-
-        def answered(said: bytes) -> None:
-            if self.broker.life == life:
-                self.broker.carry(lambda: settle(said) if self.connected else None)
-
-        if not self.hole and not self.broker.send(Delivery(subject, data), answered):
+        broker = self.broker
+        answer: asyncio.Future[bytes | NoAnswer] = broker.loop.create_future()
+        answered = partial(self._answered, answer, broker.life)
+        if not self.hole and not broker.send(Delivery(subject, data), answered):
             return NoAnswer("nobody_listens")
-        timer = loop.call_later(wait_s, settle, NoAnswer("late"))
+        timer = broker.loop.call_later(wait_s, _settle, answer, NoAnswer("late"))
         try:
             return await answer
         finally:
             timer.cancel()
+
+    def _answered(self, answer: "asyncio.Future[bytes | NoAnswer]", life: int, said: bytes) -> None:
+        """Somebody has answered; the broker that was asked brings it back, if it still lives."""
+        if self.broker.life == life:
+            self.broker.carry(self._bring, answer, said)
+
+    def _bring(self, answer: "asyncio.Future[bytes | NoAnswer]", said: bytes) -> None:
+        if self.connected:
+            _settle(answer, said)
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """See `kvbus.transport.Bus`."""
@@ -115,7 +121,8 @@ class SimBus:
             if given or (left_s := ends_at - loop.time()) <= 0:
                 return [_SimWork(self, one) for one in given]
             more = self.broker.await_work(subject_filter)
-            timer = loop.call_later(max(0.001, min(left_s, self.broker.due_s(subject_filter))), _end, more)
+            wake_s = max(0.001, min(left_s, self.broker.due_s(subject_filter)))
+            timer = loop.call_later(wake_s, _settle, more, None)
             try:
                 await more
             finally:
@@ -205,19 +212,25 @@ class SimBus:
     async def _reach(self, wait_s: float) -> None:
         """Get a call to the broker, or fail; mostly at once, so that most calls cost no turn of the loop."""
         self._check()
-        await self._travel(wait_s)
+        is_slow = self.broker.random.random() < SLOW
+        if is_slow or self.hole:
+            await self._travel(wait_s, is_slow=is_slow)
 
     async def _return(self, wait_s: float) -> None:
         """Get the answer back, or fail although the call was obeyed."""
-        if self.broker.random.random() < self.broker.rates.lost:
+        random = self.broker.random
+        if random.random() < self.broker.rates.lost:
             await asyncio.sleep(wait_s)
             raise BusError("the broker did not confirm in time", broker="simulated")
-        await self._travel(wait_s)
+        is_slow = random.random() < SLOW
+        if is_slow or not self.connected:
+            await self._travel(wait_s, is_slow=is_slow)
 
-    async def _travel(self, wait_s: float) -> None:
-        random, life = self.broker.random, self.broker.life
-        if random.random() < 0.05:
-            await asyncio.sleep(random.expovariate(1 / HOP_S))
+    async def _travel(self, wait_s: float, *, is_slow: bool) -> None:
+        """Take the time that a slow way takes; in a hole the call waits in vain."""
+        life = self.broker.life
+        if is_slow:
+            await asyncio.sleep(self.broker.random.expovariate(1 / HOP_S))
         if self.hole:
             await asyncio.sleep(wait_s)
         if not self.connected or self.broker.life != life:
@@ -293,19 +306,12 @@ class _SimWork:
     def __init__(self, bus: SimBus, waiting: Waiting) -> None:
         self._bus = bus
         self._waiting = waiting
-        self._attempt = waiting.attempts
+        self.delivery = Delivery(waiting.subject, waiting.data, waiting.sequence)
+        """The message as it came."""
+        self.attempt = waiting.attempts
+        """1 for the first delivery."""
         self.waited_s = bus.broker.loop.time() - waiting.stored_at
         self._ended = False
-
-    @property
-    def delivery(self) -> Delivery:
-        """The message as it came."""
-        return Delivery(self._waiting.subject, self._waiting.data, self._waiting.sequence)
-
-    @property
-    def attempt(self) -> int:
-        """1 for the first delivery."""
-        return self._attempt
 
     async def keep(self) -> None:
         """Push the ack wait out."""
@@ -335,6 +341,6 @@ class _SimWork:
             raise BusError("this work has ended; a second ack could end another's", subject=self._waiting.subject)
 
 
-def _end(future: "asyncio.Future[None]") -> None:
+def _settle(future: "asyncio.Future[T]", value: T) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(value)

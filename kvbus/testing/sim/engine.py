@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvbus.engines.base import Prefilled
 from kvbus.engines.desk import Matched, Refusal
 from kvbus.engines.link import EngineError
@@ -21,6 +19,7 @@ from kvbus.parts import Prompt
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.poolside import PoolSide
 from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.pages import PAGE_BYTES, views
 from kvbus.testing.sim.prompts import tokens_of
 from kvbus.testing.sim.truth import SimProcess, Truth, content
 
@@ -240,21 +239,20 @@ class _Run:
 
     async def write(self, pages: Sequence[int], names: Sequence[bytes], took_s: float) -> None:
         """Fill pages, half before and half after the time that it takes."""
-        truth, pid, memory = self._truth, self._owner.identity.pid, self._pool.memory
+        truth, pid, memory, half = self._truth, self._owner.identity.pid, self._pool.memory, PAGE_BYTES // 2
         self._writing.append(pages)
         truth.begin(truth.writers, pid, pages)
-        for page, name in zip(pages, names, strict=False):
-            memory.page_bytes(page)[:16] = np.frombuffer(name, np.uint8)
+        for page, name in zip(views(memory, pages), names, strict=False):
+            page[:half] = name
         await asyncio.sleep(took_s)
-        for page, name in zip(pages, names, strict=False):
-            memory.page_bytes(page)[16:] = np.frombuffer(name, np.uint8)
+        for page, name in zip(views(memory, pages), names, strict=False):
+            page[half:] = name
         self._writing.remove(pages)
         truth.end_access(truth.writers, pid, pages)
 
     def _compare(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
-        memory = self._pool.memory
-        for page, name in zip(pages, names, strict=False):
-            if memory.page_bytes(page).tobytes() != content(name):
+        for page, view, name in zip(pages, views(self._pool.memory, pages), names, strict=False):
+            if view != content(name):
                 text = f"the engine reads wrong bytes: p{page} is not what {name.hex()[:8]} says"
                 self._truth.trail.violate(self._owner.name, text, f"p{page}")
 

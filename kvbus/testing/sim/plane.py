@@ -16,6 +16,7 @@ from kvbus.ledger.types import Cancelled, Change, Failed, Order, SubmissionRejec
 from kvbus.pool.generations import Generation
 from kvbus.pool.memory import PoolMemory
 from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.pages import PAGE_BYTES, views
 from kvbus.testing.sim.settings import Rates
 from kvbus.testing.sim.truth import SimProcess, Truth
 
@@ -75,6 +76,7 @@ class SimReader:
         self._device = device
         self._memory = memory
         self._local = LocalPool.of(memory)
+        self._limits = Limits(self._local.page_bytes, self._local.page_bytes * SEGMENT_PAGES)
         self._random = random.Random(f"{seed}:plane")
         self._outbox = Outbox(wake)
         self._isolation = Isolation()
@@ -110,8 +112,7 @@ class SimReader:
         if draw < self.rates.rejected:
             raise SubmissionRejectedError(FailureClass.TRANSPORT, "the transport took nothing")
         self._outbox.open((order.ticket, order.attempt))
-        page_bytes = checked.local.page_bytes
-        segments = checked.segments(Limits(page_bytes, page_bytes * SEGMENT_PAGES))
+        segments = checked.segments(self._limits, with_runs=False, with_spans=False)  # as one that maps the source
         attempt = _Attempt(Progress(order, checked), source, segments)
         self._attempts[attempt.pair] = attempt
         self._mark(attempt)
@@ -212,12 +213,12 @@ class SimReader:
     def _copy(self, attempt: _Attempt, segment: Segment, half: int) -> None:
         self._check(attempt, segment, "bytes land")
         checked, source = attempt.progress.plan, _memory(attempt.source)
-        middle = checked.local.page_bytes // 2
-        part = slice(0, middle) if half == 0 else slice(middle, None)
-        for row in segment.rows:
-            from_ = source.page_bytes(checked.source_pages[row])
-            to = self._memory.page_bytes(checked.local_pages[row])[part]
-            to[:] = from_[part]
+        part = slice(0, PAGE_BYTES // 2) if half == 0 else slice(PAGE_BYTES // 2, None)
+        theirs = views(source, [checked.source_pages[row] for row in segment.rows])
+        ours = views(self._memory, [checked.local_pages[row] for row in segment.rows])
+        for page, copy in zip(theirs, ours, strict=True):
+            to = copy[part]
+            to[:] = page[part]
             if self._flips and self._random.random() < self._flips:
                 to[self._random.randrange(len(to))] ^= 1 << self._random.randrange(8)
 

@@ -1,5 +1,6 @@
 """Prompts of the simulation: documents that share their beginnings, as token ids or as text."""
 
+from kvbus.names import token_bytes
 from kvbus.parts import Prompt
 
 TOKEN_MAX = 50_000
@@ -13,8 +14,8 @@ def text_of(document: int, tokens: int) -> str:
 def tokens_of(text: str) -> tuple[int, ...]:
     """Return the token ids of such words; a document's tokens are the same however many are taken."""
     document, _, count = text.partition(":")
-    first = int(document)
-    return tuple((first * 7_919 + 31 * at + at * at) % TOKEN_MAX for at in range(int(count)))
+    first = int(document) * 7_919
+    return tuple([(first + at * (31 + at)) % TOKEN_MAX for at in range(int(count))])
 
 
 def prompt_of(document: int, tokens: int, *, as_text: bool) -> Prompt:
@@ -22,4 +23,4 @@ def prompt_of(document: int, tokens: int, *, as_text: bool) -> Prompt:
     text = text_of(document, tokens)
     if as_text:
         return Prompt(text=text)
-    return Prompt(tokens=b"".join(token.to_bytes(4, "little") for token in tokens_of(text)))
+    return Prompt(tokens=token_bytes(tokens_of(text)))

@@ -1,0 +1,16 @@
+"""The bytes of a pool's pages as plain views: for so few bytes, arrays cost more than all that is done to them."""
+
+from collections.abc import Iterator, Sequence
+
+from kvbus.pool.memory import PoolMemory
+
+PAGE_BYTES = 32
+"""A page name twice: see `truth.content`."""
+
+
+def views(memory: PoolMemory, pages: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the bytes of these pages, writable; whoever kept one would keep the pool from being unmapped."""
+    whole, first, stride = memory.whole.data, memory.pages_offset, memory.page_stride
+    for page in pages:
+        at = first + stride * page
+        yield whole[at : at + PAGE_BYTES]
