@@ -4,8 +4,8 @@ Everything that crosses a process boundary as a message (bus events, grants, fra
 Decoding is bounded and strict: no extension types, string keys only, and any malformed input is a PeerError.
 """
 
-from collections.abc import Callable, Iterable
-from typing import cast
+import threading
+from collections.abc import Callable
 
 import msgpack
 
@@ -16,10 +16,27 @@ MESSAGE_LENGTH_MAX_BYTES = 1 << 20
 
 _STRINGS = frozenset({str})
 
+Plain = Callable[[object], object]
+"""A function of a module, since a packer is kept for each; it must not pack anything itself."""
 
-def pack(document: dict[str, object], plain: Callable[[object], object] | None = None) -> bytes:
+
+class _Kept(threading.local):
+    """A thread's packers: each keeps a buffer of 256 KiB, which grows to its longest message, and is not shared."""
+
+    def __init__(self) -> None:
+        self.packers: dict[Plain | None, msgpack.Packer] = {}
+
+
+_KEPT = _Kept()
+
+
+def pack(document: dict[str, object], plain: Plain | None = None) -> bytes:
     """Return the msgpack bytes of one map; `plain` says what stands for a value that msgpack does not know."""
-    return cast("bytes", msgpack.Packer(default=plain, use_bin_type=True).pack(document))
+    packer = _KEPT.packers.get(plain)
+    if packer is None:
+        packer = _KEPT.packers[plain] = msgpack.Packer(default=plain, use_bin_type=True)
+    packed: bytes = packer.pack(document)
+    return packed
 
 
 def unpack(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_MAX_BYTES) -> dict[str, object]:
@@ -54,19 +71,20 @@ def _plain_map(values: dict[object, object]) -> dict[object, object]:
     if not _STRINGS.issuperset(map(type, values)):  # of each message, so without a turn of Python for each key
         got = next(key for key in values if not isinstance(key, str))
         raise PeerError("message keys must be strings", got=type(got).__name__)
-    _refuse_timestamp(values.values())
+    if msgpack.Timestamp in map(type, values.values()):
+        raise _timestamp_refused()
     return values
 
 
 def _plain_list(values: list[object]) -> list[object]:
-    _refuse_timestamp(values)
+    if msgpack.Timestamp in map(type, values):
+        raise _timestamp_refused()
     return values
 
 
-def _refuse_timestamp(values: Iterable[object]) -> None:
+def _timestamp_refused() -> PeerError:
     # msgpack makes its one predefined extension into an object without asking the hook for extensions.
-    if msgpack.Timestamp in map(type, values):
-        raise PeerError("message holds a msgpack timestamp, expected plain values")
+    return PeerError("message holds a msgpack timestamp, expected plain values")
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

@@ -72,11 +72,12 @@ class Prompt(Part):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in ("tokens", "text", "messages", "prefix") if getattr(self, name) is not None]
+        given = {name: value for name, value in self.__dict__.items() if value is not None}
         if len(given) != 1:
-            raise ValueError(f"give exactly one of tokens, text, messages, prefix; got {given or 'none'}")
-        if not getattr(self, given[0]):
-            raise ValueError(f"{given[0]} is empty: there is nothing to transfer")
+            raise ValueError(f"give exactly one of tokens, text, messages, prefix; got {list(given) or 'none'}")
+        ((name, value),) = given.items()
+        if not value:
+            raise ValueError(f"{name} is empty: there is nothing to transfer")
         if self.tokens is not None and len(self.tokens) % 4:
             raise ValueError("tokens must be u32 bytes, a multiple of 4 long")
         return self

@@ -127,11 +127,11 @@ class Topics:
 
     def command(self, instance: str, verb: Command, member: str = "") -> str:
         """Where an instance answers one command; with a member, where that member of it does."""
-        return self._build(Family.COMMAND, instance, verb.value, *([escape(member)] if member else []))
+        return self._build(Family.COMMAND, instance, verb, *([escape(member)] if member else []))
 
     def query(self, instance: str, verb: Query, member: str = "") -> str:
         """Where an instance answers one query; with a member, where that member of it does."""
-        return self._build(Family.QUERY, instance, verb.value, *([escape(member)] if member else []))
+        return self._build(Family.QUERY, instance, verb, *([escape(member)] if member else []))
 
     def facts(self, instance: str) -> str:
         """Where a member publishes facts, into the stream."""
@@ -183,11 +183,12 @@ class Topics:
 
     def parse(self, subject: str) -> Subject:
         """Return the parts of a subject; PeerError unless a builder of this class could have made it."""
-        for family in Family:
-            head = f"{self.prefix}.{family.value}."
-            if subject.startswith(head):
-                return self._parse_tail(subject, family, subject[len(head) :].split("."))
-        raise PeerError("subject belongs to no known family", subject=subject[:200])
+        prefix, *tokens = subject.split(".")
+        words = 2 if tokens[:1] == ["live"] else 1  # of the family
+        family = _FAMILIES.get(".".join(tokens[:words]))
+        if prefix != self.prefix or family is None or len(tokens) == words:
+            raise PeerError("subject belongs to no known family", subject=subject[:200])
+        return self._parse_tail(subject, family, tokens[words:])
 
     def _parse_tail(self, subject: str, family: Family, tail: list[str]) -> Subject:
         fewest, most, allowed = _TAILS.get(family, _NAME_ONLY)
@@ -199,16 +200,17 @@ class Topics:
         return Subject(family, unescape(tail[0]), *tail[1:2], *members)
 
     def _build(self, family: Family, name: str, *last: str) -> str:
-        return ".".join((self.prefix, family.value, escape(name), *last))
+        return ".".join((self.prefix, family, escape(name), *last))
 
     def _name_or_filter(self, family: Family, name: str | None) -> str:
         return self._filter(family, None) if name is None else self._build(family, name)
 
     def _filter(self, family: Family, name: str | None, *, depth: int = 1) -> str:
         tokens = ["*" if name is None else escape(name), *("*" for _ in range(depth - 1))]
-        return ".".join((self.prefix, family.value, *tokens))
+        return ".".join((self.prefix, family, *tokens))
 
 
+_FAMILIES: dict[str, Family] = {family.value: family for family in Family}
 _NAME_ONLY = (1, 1, re.compile(r"(?!)"))
 _TAILS: dict[Family, tuple[int, int, re.Pattern[str]]] = {
     Family.TRANSFER: (2, 2, REQUEST_HASH_PATTERN),

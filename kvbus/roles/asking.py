@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbus.errors import BusError, PeerError
 from kvbus.events import (
@@ -21,11 +22,10 @@ from kvbus.events import (
     ReaderKey,
     ReleaseConfirmed,
     decode,
-    encode,
 )
 from kvbus.grants import Expected, Grant, refusal, unseal
 from kvbus.ledger.facts import FailureClass
-from kvbus.parts import Body, PagesFound, ProcessIdentity
+from kvbus.parts import PagesFound, ProcessIdentity
 from kvbus.processes import same_host, start_ticks
 from kvbus.roles.owed import OwedRelease, SourceProcess
 from kvbus.roles.recorder import Recorder
@@ -65,6 +65,31 @@ class NotGranted:
     text: str
 
 
+class _Process(NamedTuple):
+    """One process of a source: where it is told, and how its end is noticed."""
+
+    instance: str
+    member: str
+    epoch: int
+    process: ProcessIdentity
+
+
+@dataclass(slots=True, eq=False)
+class _Release:
+    """One word that access has ended, for as long as its source has not confirmed it."""
+
+    body: LeaseReleased
+    source: _Process
+    absent_since: float | None = None
+    """Since when the registry knows nobody who could confirm it."""
+    task: asyncio.Task[None] = field(init=False)
+
+    def owed(self) -> OwedRelease:
+        """Return it for the next run to bring."""
+        source = SourceProcess.model_validate(self.source._asdict())
+        return OwedRelease(key=self.body.key, nonce=self.body.nonce, source=source)
+
+
 class Asker:
     """Speaks to sources on behalf of this member's transfers."""
 
@@ -84,9 +109,7 @@ class Asker:
         self._pause_s = pause_s
         self._clock = clock
         self._has_died = has_died or _has_died
-        self._releases: dict[ReaderKey, asyncio.Task[None]] = {}
-        self._owed: dict[ReaderKey, OwedRelease] = {}
-        self._absent_since: dict[ReaderKey, float] = {}
+        self._releases: dict[ReaderKey, _Release] = {}
         self._again = asyncio.Event()
 
     @property
@@ -103,7 +126,8 @@ class Asker:
     def awaited(self) -> int:
         """Those of them whose sources may still be there."""
         now = self._clock()
-        return sum(now - self._absent_since.get(key, now) < ABSENT_S for key in self._releases)
+        absent = [one.absent_since for one in self._releases.values()]
+        return sum(since is None or now - since < ABSENT_S for since in absent)
 
     async def ask(
         self,
@@ -118,9 +142,8 @@ class Asker:
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
         nobody_since: float | None = None
         while (left_s := deadline - self._clock()) > 0:
-            question = asked.model_copy(update={"budget_s": max(0.001, left_s), "wait_s": min(asked.wait_s, left_s)})
             asked_at = self._clock()
-            answer = await self._request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
+            answer = await self._request(subject, asked, left_s=left_s)
             if isinstance(answer, NoAnswer):
                 if answer.reason == "nobody_listens":
                     nobody_since = asked_at if nobody_since is None else nobody_since
@@ -144,7 +167,8 @@ class Asker:
         """Ask a source for the names of a prefix; return why there is no answer where it gives none."""
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
         try:
-            data = await self._bus.request(subject, self._encoded(asked), wait_s=min(wait_s, ANSWER_SLACK_S))
+            question = self._recorder.encoded(asked)
+            data = await self._bus.request(subject, question, wait_s=min(wait_s, ANSWER_SLACK_S))
             body = None if isinstance(data, NoAnswer) else decode(data).body
         except (BusError, PeerError) as error:
             return f"{source.instance} was not asked for the prefix: {error}"
@@ -158,49 +182,45 @@ class Asker:
         `found` is what there is to say of its pages: a word in band says only the first, so the bus says both.
         """
         if key not in self._releases:
-            self._repeat(OwedRelease(key=key, nonce=nonce, source=_process_of(source)), found)
+            self._repeat(key, nonce, _process_of(source), found)
 
     def bring(self, owed: Sequence[OwedRelease]) -> None:
         """Tell what an earlier run of this member could not: its own word, in its own name (P4)."""
         for one in owed[:RELEASES_MAX]:
             if one.key not in self._releases:
-                self._repeat(one, None)
+                was = one.source
+                self._repeat(one.key, one.nonce, _Process(was.instance, was.member, was.epoch, was.process), None)
 
-    def _repeat(self, owed: OwedRelease, found: PagesFound | None) -> None:
-        key, body = owed.key, LeaseReleased(key=owed.key, nonce=owed.nonce, found=found)
-        self._owed[key] = owed
-        self._releases[key] = task = started(self._release(body, owed.source), name="release")
-        task.add_done_callback(lambda _task: self._forget(key))
-
-    def _forget(self, key: ReaderKey) -> None:
-        for book in (self._releases, self._owed, self._absent_since):
-            book.pop(key, None)
+    def _repeat(self, key: ReaderKey, nonce: bytes, source: _Process, found: PagesFound | None) -> None:
+        release = self._releases[key] = _Release(LeaseReleased(key=key, nonce=nonce, found=found), source)
+        release.task = started(self._release(release), name="release")
+        release.task.add_done_callback(lambda _task: self._releases.pop(key, None))
 
     async def flush(self, wait_s: float) -> int:
         """Repeat outstanding releases at once and wait for them, bounded; return how many are still unconfirmed."""
         if self._releases:
             self._again.set()
-            await asyncio.wait(list(self._releases.values()), timeout=wait_s)
+            await asyncio.wait([one.task for one in self._releases.values()], timeout=wait_s)
         return len(self._releases)
 
     async def close(self) -> tuple[OwedRelease, ...]:
         """Stop repeating; return what no source has confirmed, for the next run to bring."""
-        owed = tuple(self._owed.values())
-        for one in owed:
-            whom, transfer = f"{one.source.instance}/{one.source.member}", one.key.transfer
+        open_now = tuple(self._releases.values())
+        for one in open_now:
+            whom, transfer = f"{one.source.instance}/{one.source.member}", one.body.key.transfer
             text = "%s has not confirmed that access for %s has ended; the next run tells it again"
             log.warning(text, whom, transfer, extra={"transfer": transfer})
-        tasks = list(self._releases.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return owed
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in open_now), return_exceptions=True)
+        return tuple(one.owed() for one in open_now)
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    async def _request(self, subject: str, body: Body, *, wait_s: float) -> LendAnswered | NoAnswer:
+    async def _request(self, subject: str, asked: LendRequested, *, left_s: float) -> LendAnswered | NoAnswer:
+        budget_s, wait_s = max(0.001, left_s), min(asked.wait_s, left_s)
+        question = self._recorder.encoded(asked, budget_s=budget_s, wait_s=wait_s)
         try:
-            data = await self._bus.request(subject, self._encoded(body), wait_s=wait_s)
+            data = await self._bus.request(subject, question, wait_s=min(left_s, asked.wait_s + ANSWER_SLACK_S))
             if isinstance(data, NoAnswer):
                 return data
             event = decode(data)
@@ -237,15 +257,16 @@ class Asker:
             return NotGranted(FailureClass.GRANT_REFUSED, reason)
         return Granted(grant, expected, source)
 
-    async def _release(self, body: LeaseReleased, source: SourceProcess) -> None:
+    async def _release(self, release: _Release) -> None:
+        body, source = release.body, release.source
         subject = self._topics.command(source.instance, Command.LEASE, source.member)
         pause_s = self._pause_s
         while True:
             try:
-                data = await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
+                data = await self._bus.request(subject, self._recorder.encoded(body), wait_s=ANSWER_SLACK_S)
                 if not isinstance(data, NoAnswer) and isinstance(decode(data).body, ReleaseConfirmed):
                     return  # known or not: it holds nothing for this key any more
-                if isinstance(data, NoAnswer) and await self._has_ended(source, body.key):
+                if isinstance(data, NoAnswer) and await self._has_ended(source, release):
                     return
             except (BusError, PeerError) as error:
                 transfer = body.key.transfer
@@ -268,7 +289,7 @@ class Asker:
         except BusError:
             return False
 
-    async def _has_ended(self, source: SourceProcess, key: ReaderKey | None = None) -> bool:
+    async def _has_ended(self, source: _Process, release: _Release | None = None) -> bool:
         """Return True where the process that lent is no more: gone from this host, or started again.
 
         A record that is missing proves nothing: the registry forgets within seconds, and a broker may have restarted.
@@ -276,20 +297,15 @@ class Asker:
         if self._has_died(source.process):
             return True
         epochs = {one.epoch for one in await lookup(self._bus, source.instance) if one.member == source.member}
-        if key is not None and epochs:
-            self._absent_since.pop(key, None)
-        elif key is not None:
-            self._absent_since.setdefault(key, self._clock())
+        if release is not None and epochs:
+            release.absent_since = None
+        elif release is not None and release.absent_since is None:
+            release.absent_since = self._clock()
         return bool(epochs - {source.epoch})
 
-    def _encoded(self, body: Body) -> bytes:
-        return encode(self._recorder.header(body.KIND), body)
 
-
-def _process_of(source: Registered) -> SourceProcess:
-    return SourceProcess(
-        instance=source.instance, member=source.member, epoch=source.epoch, process=source.record.process
-    )
+def _process_of(source: Registered) -> _Process:
+    return _Process(source.instance, source.member, source.epoch, source.record.process)
 
 
 def _has_died(process: ProcessIdentity) -> bool:

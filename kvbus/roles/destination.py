@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvbus.errors import BusError
-from kvbus.events import PlanAnswered, TransferRequested, TransferStep, TransferVerdict
+from kvbus.events import PlanAnswered, TransferRequested, TransferVerdict
 from kvbus.ledger.admission import Admission, AdmissionGate, Ground, Verdict
 from kvbus.ledger.facts import FactDetail, FailureClass, OutcomeRow
 from kvbus.ledger.transfer import STOP_WAIT_S, Phase, Transfer
@@ -394,5 +394,4 @@ class Destination:
             self._by_ticket.pop(ticket, None)
 
     def _note(self, transfer: Transfer, step: str, text: str, cause: str = "") -> None:
-        body = TransferStep(transfer=transfer.transfer, request_hash=transfer.request_hash, step=step, text=text)
-        self._side.recorder.event(body, cause)
+        self._side.recorder.step(transfer.transfer, transfer.request_hash, step, text, cause)

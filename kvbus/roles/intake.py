@@ -25,7 +25,6 @@ from kvbus.events import (
     TransferStep,
     TransferVerdict,
     decode,
-    encode,
 )
 from kvbus.ledger.facts import FailureClass
 from kvbus.names import request_hash
@@ -392,4 +391,4 @@ class Intake:
         return PeerError("this kind does not belong on this subject", kind=event.header.k, sender=event.header.i)
 
     def _encoded(self, body: Body, event: Event) -> bytes:
-        return encode(self._recorder.header(body.KIND, event.header.event_id), body)
+        return self._recorder.encoded(body, event.header.event_id)

@@ -36,9 +36,14 @@ def note_event(body: Body, cause: str) -> None:
         pages = f"{body.pages_moved} of {body.pages_wanted - body.pages_held} pages, {body.length_bytes} bytes"
         why = f": {body.failure} {body.reason}" if body.failure or body.reason else ""
         log.log(level, "%s from %s, %s%s", body.outcome, body.source, pages, why, extra=about)
-    elif type(body) is TransferStep and log.isEnabledFor(logging.DEBUG):
-        about = {"transfer": body.transfer, "cause": cause, "request_hash": body.request_hash}
-        log.debug("%s %s", body.step, body.text, extra=about)
+    elif type(body) is TransferStep:
+        note_step(body.transfer, body.request_hash, body.step, body.text, cause)
+
+
+def note_step(transfer: str, request_hash: str, step: str, text: str, cause: str) -> None:
+    """Log a step of a transfer."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s %s", step, text, extra={"transfer": transfer, "cause": cause, "request_hash": request_hash})
 
 
 def note_facts(facts: LeaseFacts) -> None:

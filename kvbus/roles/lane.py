@@ -1,5 +1,6 @@
 """A lane: what waits for one stream, in order; what stands at its front leaves as one message."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -31,7 +32,11 @@ class Lane:
     def __init__(self, subject: str, pack: Pack) -> None:
         self.subject = subject
         self.queue: deque[Outgoing] = deque()
+        self.filled = asyncio.Event()
+        """Whoever lets it leave waits for this: something came, or what it had to wait for has left."""
         self.leaving = 0
+        self.leaves_steps = False
+        """Whether what is leaving tells steps of transfers, which will be followed by more."""
         self.left_sequence = 0
         """The newest event that has left."""
         self.collapsed = 0
@@ -47,21 +52,18 @@ class Lane:
         """Return what leaves next, as many events as fit; None where nothing may. Those from `before` on may not."""
         batch: list[bytes] = []
         length_bytes = sequence = 0
+        tells_steps = False
         for event in islice(self.queue, BATCH_EVENTS_MAX):
             length_bytes += len(event.data)
             if (before is not None and event.sequence >= before) or (batch and length_bytes > BATCH_LENGTH_MAX_BYTES):
                 break
             batch.append(event.data)
             sequence = event.sequence
-        self.leaving = len(batch)
+            tells_steps = tells_steps or event.kind == TransferStep.KIND
+        self.leaving, self.leaves_steps = len(batch), tells_steps
         if len(batch) < 2:
             return self.queue[0] if batch else None
         return Outgoing(self._pack(batch, sequence), sequence)
-
-    @property
-    def leaves_steps(self) -> bool:
-        """Whether what is leaving tells steps of transfers, which will be followed by more."""
-        return any(event.kind == TransferStep.KIND for event in islice(self.queue, self.leaving))
 
     def end(self) -> int:
         """Forget what was leaving, now that it has left; return its length."""

@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 from kvbus.codec import pack
 from kvbus.errors import BusError
-from kvbus.events import EVENT_LENGTH_MAX_BYTES, EventsBatch, FactsSeen, Header, fields_of
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, VERSION, EventsBatch, FactsSeen, Header, TransferStep, fields_of
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import LeaseFacts
 from kvbus.parts import Body
-from kvbus.roles.journal import note_event, note_facts
+from kvbus.roles.journal import note_event, note_facts, note_step
 from kvbus.roles.lane import Lane, Outgoing
 from kvbus.roles.rows import Fields, fields_of_decision, fields_of_lines, fields_of_row
 from kvbus.roles.spans import Spans
@@ -61,12 +61,11 @@ class Recorder:
         self._epoch = epoch
         self._unix_ns = unix_ns
         self._sequence = 0
-        self._shared: dict[str, object] = Header(k="any", i=instance, m=member, e=epoch, s=0, t=0).model_dump()
+        Header(k="any", i=instance, m=member, e=epoch, s=0, t=0)  # checks once what all of this member's headers share
         self._speaker = f"{instance}.{member}.{epoch}"
         self._facts = Lane(topics.facts(instance), self._batch)
         self._decisions = Lane(topics.settle(instance), self._batch)
         self._queued_bytes = 0
-        self._filled = {lane: asyncio.Event() for lane in (self._facts, self._decisions)}
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._awaited: dict[int, asyncio.Future[None]] = {}
@@ -121,6 +120,14 @@ class Recorder:
             c=cause,
         )
 
+    def encoded(self, body: Body, cause: str = "", **changed: object) -> bytes:
+        """Return the bytes of this member's next event, which is told and not recorded.
+
+        `changed` stands in for what the body says; it is as little checked as in a copy of a model.
+        """
+        self._sequence += 1
+        return self._encoded(body.KIND, fields_of(body) | changed, cause, self._sequence)
+
     # -------------------------------------------------------------------------------------------------------- input
 
     def event(self, body: Body, cause: str = "") -> None:
@@ -128,6 +135,14 @@ class Recorder:
         self._put(self._facts, body.KIND, fields_of(body), cause)
         self.spans.hear(body)
         note_event(body, cause)
+
+    def step(self, transfer: str, request_hash: str, step: str, text: str, cause: str = "") -> None:
+        """Record a step of a transfer of this member; there are so many that none is made a model first."""
+        text = text[:2_000]
+        fields: Fields = {"transfer": transfer, "request_hash": request_hash, "step": step, "text": text}
+        self._put(self._facts, TransferStep.KIND, fields, cause)
+        self.spans.step(transfer, step, text)
+        note_step(transfer, request_hash, step, text, cause)
 
     def facts(self, facts: LeaseFacts) -> None:
         """Record a round's batch: the rows first, since they say what the lines are about."""
@@ -160,7 +175,7 @@ class Recorder:
 
     async def run(self) -> None:
         """Store what was recorded, message by message in each lane, for as long as the worker runs."""
-        lanes = [asyncio.create_task(self._drain(lane), name="recorder") for lane in self._filled]
+        lanes = [asyncio.create_task(self._drain(lane), name="recorder") for lane in (self._facts, self._decisions)]
         try:
             await asyncio.gather(*lanes)
         finally:
@@ -188,8 +203,8 @@ class Recorder:
 
     async def _drain(self, lane: Lane) -> None:
         while True:
-            await self._filled[lane].wait()
-            self._filled[lane].clear()
+            await lane.filled.wait()
+            lane.filled.clear()
             while (outgoing := lane.begin(self._first_undecided() if lane is self._facts else None)) is not None:
                 rest_s = REST_S if lane.leaves_steps else 0.0
                 await self._store(lane, outgoing)
@@ -204,7 +219,7 @@ class Recorder:
 
     def _tell_of_end(self, lane: Lane) -> None:
         if lane is self._decisions:
-            self._filled[self._facts].set()
+            self._facts.filled.set()
         elif self._awaited:
             for sequence in [one for one in self._awaited if one <= lane.left_sequence]:
                 self._awaited.pop(sequence).set_result(None)
@@ -247,8 +262,9 @@ class Recorder:
                     log.error("the outbox is full (%d bytes): facts are being lost", self._queued_bytes)
                 return
             self._queued_bytes -= freed_bytes
-        self._emptied.clear()
-        self._filled[lane].set()
+        if not lane.queue:
+            self._emptied.clear()
+        lane.filled.set()
         lane.queue.append(Outgoing(data, self._sequence, kind))
         self._queued_bytes += length_bytes
 
@@ -256,7 +272,16 @@ class Recorder:
         return self._encoded(EventsBatch.KIND, {"events": events}, "", sequence)
 
     def _encoded(self, kind: str, fields: Fields, cause: str, sequence: int) -> bytes:
-        """Return an event's bytes; what all headers of this member share was checked once."""
-        return pack(
-            {**self._shared, "k": kind, "s": sequence, "t": self._unix_ns(), "c": cause, "b": fields}, fields_of
-        )
+        """Return what `encode` does, without a model of the header: what varies in it is made here."""
+        document: dict[str, object] = {
+            "v": VERSION,
+            "k": kind,
+            "i": self._instance,
+            "m": self._member,
+            "e": self._epoch,
+            "s": sequence,
+            "t": self._unix_ns(),
+            "c": cause,
+            "b": fields,
+        }
+        return pack(document, fields_of)

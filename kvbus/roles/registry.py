@@ -8,9 +8,10 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbus.errors import BusError, ConfigError, PeerError
-from kvbus.events import Header, HeartbeatSeen, InstanceRecord, decode, encode
+from kvbus.events import Event, Header, HeartbeatSeen, InstanceRecord, decode
 from kvbus.names import EPOCH_COUNTER_MAX, epoch_counter, epoch_from
 from kvbus.parts import ProcessIdentity
 from kvbus.processes import same_host, start_ticks
@@ -118,6 +119,11 @@ def _stored_epoch(value: bytes) -> int:
     return epoch if 0 < epoch_counter(epoch) < EPOCH_COUNTER_MAX else 0  # whoever may write there may write others
 
 
+@lru_cache(maxsize=64)  # each destination asks again and again, and a record is written anew each three seconds
+def _read(record: bytes) -> Event:
+    return decode(record)
+
+
 async def lookup(bus: Bus, instance: str) -> list[Registered]:
     """Return the members of an instance that are registered now; records that cannot be read are left out."""
     head = escape(f"{instance}/")
@@ -129,7 +135,7 @@ async def lookup(bus: Bus, instance: str) -> list[Registered]:
         if entry is None:
             continue
         try:
-            event = decode(entry.value)
+            event = _read(entry.value)
         except PeerError as error:
             log.warning("registry record %s is unreadable: %s", key, error)
             continue
@@ -258,15 +264,14 @@ class Presence:
         await self.refresh()
 
     async def _beat(self) -> None:
-        load = self._load().model_copy(update=self._told)
-        await self._bus.publish(self._subject, encode(self._recorder.header(load.KIND), load))
+        await self._bus.publish(self._subject, self._recorder.encoded(self._load(), **self._told))
 
     @property
-    def _told(self) -> dict[str, str | None]:
-        return {"state": self.state or None}
+    def _told(self) -> dict[str, str]:
+        return {"state": self.state} if self.state else {}
 
     def _encoded(self) -> bytes:
-        return encode(self._recorder.header(InstanceRecord.KIND), self._record.model_copy(update=self._told))
+        return self._recorder.encoded(self._record, **self._told)
 
     async def require_own_name(self) -> tuple[Entry, _Own] | None:
         """Raise ConfigError where a later start of this member has registered: it answers from now on, not we.

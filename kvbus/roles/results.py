@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvbus.errors import BusError
-from kvbus.events import TransferOutcome, TransferRequested, TransferVerdict, encode
+from kvbus.events import TransferOutcome, TransferRequested, TransferVerdict
 from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.transfer import Transfer
 from kvbus.parts import Body
@@ -128,8 +128,7 @@ class Results:
 
     async def _tell(self, requester: str, body: Body, cause: str) -> None:
         try:
-            data = encode(self._recorder.header(body.KIND, cause), body)
-            await self._bus.publish(self._topics.result(requester), data)
+            await self._bus.publish(self._topics.result(requester), self._recorder.encoded(body, cause))
         except BusError as error:
             log.info("result for %s not sent: %s", requester, error)
 

@@ -22,7 +22,7 @@ def fields_of_lines(facts: LeaseFacts) -> Fields:
         "bits": column(facts.bits, 4),
         "lo": column(facts.lo, 4),
         "hi": column(facts.hi, 4),
-        "details": [_detail_row(one) for one in facts.details],
+        "details": [_detail_row(one) for one in facts.details] if facts.details else (),
     }
 
 

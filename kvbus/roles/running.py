@@ -11,7 +11,7 @@ from typing import Protocol
 from kvbus.dataplane.choosing import Found, Way
 from kvbus.dataplane.reading import ReadOrder
 from kvbus.errors import LedgerContradictionError
-from kvbus.events import LendRequested, ReaderKey, TransferRequested, TransferStep, column
+from kvbus.events import LendRequested, ReaderKey, TransferRequested, column
 from kvbus.ledger.agreement import Party
 from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.transfer import (
@@ -391,7 +391,4 @@ class Running:
         )
 
     def _step(self, step: str, text: str) -> None:
-        self.side.recorder.event(
-            TransferStep(transfer=self._id, request_hash=self.request.request_hash, step=step, text=text[:2_000]),
-            cause=self.request.request_id,
-        )
+        self.side.recorder.step(self._id, self.request.request_hash, step, text, self.request.request_id)

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvbus.dataplane.lending import LendingBackend, Reader
 from kvbus.errors import KvbusError, PeerError
-from kvbus.events import Event, LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, column, encode
+from kvbus.events import Event, LeaseReleased, LendAnswered, LendRequested, ReaderKey, ReleaseConfirmed, column
 from kvbus.grants import Grant, LenderKey
 from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
@@ -389,7 +389,7 @@ class Source:
             self._questions.wake(key)
 
     def _encoded(self, body: Body, cause: str) -> bytes:
-        return encode(self._recorder.header(body.KIND, cause), body)
+        return self._recorder.encoded(body, cause)
 
 
 def _refused(failure: FailureClass, text: str) -> LendAnswered:

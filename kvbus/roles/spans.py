@@ -105,19 +105,31 @@ class Spans:
 
     def hear(self, body: Body) -> None:
         """Take an event that this member records."""
-        if not self._transfers or not isinstance(body, TransferStep | TransferOutcome):
-            return
-        traced = self._transfers.get(body.transfer)
-        if traced is None:
+        if not self._transfers:
             return
         if isinstance(body, TransferStep):
-            self._step(traced, body)
+            self.step(body.transfer, body.step, body.text)
+        elif isinstance(body, TransferOutcome) and (traced := self._transfers.get(body.transfer)):
+            self._outcome(traced, body)
+
+    def step(self, transfer: str, step: str, text: str) -> None:
+        """Take a step of a transfer that this member records."""
+        traced = self._transfers.get(transfer)
+        if traced is None:
             return
-        failure = (body.reason or body.failure or body.outcome) if body.outcome in _BAD else ""
-        for span in (traced.phase, traced.whole):
-            span.note(outcome=body.outcome, pages=body.pages_moved, bytes=body.length_bytes)
-            span.note(evidence=body.evidence, failure=body.failure)
-        self.forget(body.transfer, failure)
+        traced.whole.event(step, text)
+        match step:
+            case "leased":
+                traced.enter("kvbus.lease")
+            case "granted":
+                traced.enter("kvbus.read")
+            case "access_ended":
+                traced.phase.note(evidence=tuple(text.split(", ")))
+                traced.enter("kvbus.settle")
+            case "handed_back":  # its next run begins a transfer of its own
+                self.forget(transfer)
+            case _:
+                pass
 
     def forget(self, transfer: str, failure: str = "") -> None:
         """End what is left of a transfer; of a share, whose outcome another member tells, this is its end."""
@@ -125,20 +137,12 @@ class Spans:
             traced.phase.end(failure)
             traced.whole.end(failure)
 
-    def _step(self, traced: _Traced, body: TransferStep) -> None:
-        traced.whole.event(body.step, body.text)
-        match body.step:
-            case "leased":
-                traced.enter("kvbus.lease")
-            case "granted":
-                traced.enter("kvbus.read")
-            case "access_ended":
-                traced.phase.note(evidence=tuple(body.text.split(", ")))
-                traced.enter("kvbus.settle")
-            case "handed_back":  # its next run begins a transfer of its own
-                self.forget(body.transfer)
-            case _:
-                pass
+    def _outcome(self, traced: _Traced, body: TransferOutcome) -> None:
+        failure = (body.reason or body.failure or body.outcome) if body.outcome in _BAD else ""
+        for span in (traced.phase, traced.whole):
+            span.note(outcome=body.outcome, pages=body.pages_moved, bytes=body.length_bytes)
+            span.note(evidence=body.evidence, failure=body.failure)
+        self.forget(body.transfer, failure)
 
     # ------------------------------------------------------------------------------------------------------- source
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvbus.dataplane.lending import LendingBackend
 from kvbus.errors import BusError
-from kvbus.events import LeaseReleased
 from kvbus.ledger.lending import LendBook
 from kvbus.pool.allocator import PageAllocator
 from kvbus.pool.index import ReuseIndex
@@ -115,13 +114,13 @@ def _a_key_for_each_question() -> Sequence[Patch]:
     request, checked = Asker._request, Asker._checked
     asked_last: dict[str, Any] = {}
 
-    async def another(self: Asker, subject: str, body: Any, *, wait_s: float) -> Any:
+    async def another(self: Asker, subject: str, body: Any, *, left_s: float) -> Any:
         before = asked_last.get(body.key.transfer)
         attempt = before.key.attempt + 1 if before else 1
         body = asked_last[body.key.transfer] = body.model_copy(
             update={"key": body.key.model_copy(update={"attempt": attempt})}
         )
-        return await request(self, subject, body, wait_s=wait_s)
+        return await request(self, subject, body, left_s=left_s)
 
     def as_asked(self: Asker, answer: Any, asked: Any, *more: Any) -> Any:
         return checked(self, answer, asked_last[asked.key.transfer], *more)
@@ -142,10 +141,10 @@ async def _lost_release(s: Script) -> None:
 def _said_once() -> Sequence[Patch]:
     """Say once that access has ended, and never again."""
 
-    async def once(self: Asker, body: LeaseReleased, source: Any) -> None:
-        subject = self._topics.command(source.instance, Command.LEASE, source.member)
+    async def once(self: Asker, release: Any) -> None:
+        subject = self._topics.command(release.source.instance, Command.LEASE, release.source.member)
         try:
-            await self._bus.request(subject, self._encoded(body), wait_s=ANSWER_SLACK_S)
+            await self._bus.request(subject, self._recorder.encoded(release.body), wait_s=ANSWER_SLACK_S)
         except BusError:
             return
 

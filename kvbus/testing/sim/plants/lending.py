@@ -10,7 +10,6 @@ from typing import Any
 from kvbus import processes
 from kvbus.dataplane import lending as lending_module
 from kvbus.dataplane.lending import LendingBackend
-from kvbus.events import LeaseReleased
 from kvbus.ledger.facts import Evidence, FailureClass
 from kvbus.ledger.lending import LendBook, LendState
 from kvbus.ledger.transfer import CloseKey, Transfer
@@ -152,8 +151,8 @@ def unwatchable_is_dead() -> Sequence[Change]:
 def silence_is_death() -> Sequence[Change]:
     """Stop telling a source of the end of access when it has not answered once."""
 
-    async def at_once(self: Asker, source: Any, key: Any = None) -> bool:
-        del self, source, key
+    async def at_once(self: Asker, source: Any, release: Any = None) -> bool:
+        del self, source, release
         return True
 
     return [(Asker, "_has_ended", at_once)]
@@ -211,9 +210,9 @@ def lend_twice() -> Sequence[Change]:
 def forget_release_retries() -> Sequence[Change]:
     """Say once that access has ended, and never again."""
 
-    async def once(self: Asker, body: LeaseReleased, source: Any) -> None:
-        subject = self._topics.command(source.instance, Command.LEASE, source.member)
-        await self._bus.request(subject, self._encoded(body), wait_s=1.0)
+    async def once(self: Asker, release: Any) -> None:
+        subject = self._topics.command(release.source.instance, Command.LEASE, release.source.member)
+        await self._bus.request(subject, self._recorder.encoded(release.body), wait_s=1.0)
 
     return [(Asker, "_release", once)]
 
