@@ -5,6 +5,7 @@ everything whose mismatch could give wrong bytes. Equal names mean interchangeab
 """
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -116,7 +117,7 @@ def epoch_text(epoch: int) -> str:
 
 
 def _big_endian() -> bool:
-    return array("H", [1]).tobytes() == b"\x00\x01"
+    return sys.byteorder == "big"
 
 
 def _swapped(values: "array[int]") -> "array[int]":

@@ -7,7 +7,7 @@ several members agree by `shares.py` and `council.py`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbus.ledger.facts import RESULT_BITS, Fact
 
@@ -71,7 +71,7 @@ class _Report:
 @dataclass(slots=True)
 class _Open:
     parties: tuple[Party, ...]
-    reports: dict[Party, _Report] = field(default_factory=dict)
+    reports: dict[tuple[str, int, int], _Report]  # by each party's key
 
 
 class Agreement:
@@ -93,12 +93,11 @@ class Agreement:
         """Fix a transfer's parties; ValueError where it is open already, has no party, or shares a ticket."""
         if transfer in self._open or not parties:
             raise ValueError(f"transfer {transfer!r} is open already, or has no parties")
-        keys = {party.key for party in parties}
-        if len(keys) != len(parties) or not keys.isdisjoint(self._by_party):
+        reports = {party.key: _Report() for party in parties}
+        if len(reports) != len(parties) or not self._by_party.keys().isdisjoint(reports):
             raise ValueError(f"a ticket of transfer {transfer!r} belongs to two parties (contract 11)")
-        self._open[transfer] = _Open(parties, {party: _Report() for party in parties})
-        for party in parties:
-            self._by_party[party.key] = transfer
+        self._open[transfer] = _Open(parties, reports)
+        self._by_party.update(dict.fromkeys(reports, transfer))
         return self._decision("open", transfer, parties)
 
     def report(self, party_key: tuple[str, int, int], bits: int, *, lo: int, hi: int) -> Decision | None:
@@ -112,16 +111,15 @@ class Agreement:
         if transfer is None:
             return None
         opened = self._open[transfer]
-        party = next(one for one in opened.parties if one.key == party_key)
-        report = opened.reports[party]
+        report = opened.reports[party_key]
         report.bits |= bits
         if bits & RESULT_BITS:
             if report.lo is None or report.hi is None:
                 report.lo, report.hi = lo, hi
             elif (report.lo, report.hi) != (lo, hi):
-                return self.void(transfer, f"rank {party.rank} on {party.member} gave two different bounds")
-        if (report.bits & RESULT_BITS).bit_count() > 1:
-            return self.void(transfer, f"rank {party.rank} on {party.member} gave two different results")
+                return self.void(transfer, f"{_named(opened, party_key)} gave two different bounds")
+            if (report.bits & RESULT_BITS).bit_count() > 1:
+                return self.void(transfer, f"{_named(opened, party_key)} gave two different results")
         return self._settle_if_complete(transfer, opened)
 
     def void(self, transfer: str, reason: str) -> Decision:
@@ -138,10 +136,12 @@ class Agreement:
         return transfer in self._open
 
     def _settle_if_complete(self, transfer: str, opened: _Open) -> Decision | None:
-        reports = opened.reports.values()
-        if not all(report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS for report in reports):
-            return None
-        if any(report.bits & Fact.ABANDONED for report in reports):
+        reports, abandoned = opened.reports.values(), 0
+        for report in reports:
+            if not (report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS):
+                return None
+            abandoned |= report.bits & Fact.ABANDONED
+        if abandoned:
             # One rank that gave up has no content: nobody else's may become visible either (P10, P11).
             return self.void(transfer, "a rank gave its lease up")
         self._close(transfer)
@@ -161,3 +161,8 @@ class Agreement:
         decision = Decision(kind, transfer, self._term, self._n, self._previous, parties, lo, hi, reason)
         self._previous = decision.decision_id
         return decision
+
+
+def _named(opened: _Open, party_key: tuple[str, int, int]) -> str:
+    party = next(one for one in opened.parties if one.key == party_key)
+    return f"rank {party.rank} on {party.member}"

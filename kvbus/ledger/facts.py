@@ -1,7 +1,9 @@
 """Facts: bits of evidence about a ticket that only ever turn on, in one columnar batch per round (R5)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -112,6 +114,7 @@ EVIDENCE_BITS = (
 _NAMES = tuple((int(fact), fact.name.lower()) for fact in Fact)
 
 
+@lru_cache(maxsize=1024)  # far more than the sets of bits that leases come to have
 def fact_names(bits: int) -> tuple[str, ...]:
     """Return the lower-case names of the bits that are on, in the order in which a lease gathers them."""
     return tuple(name for bit, name in _NAMES if bits & bit)
@@ -173,11 +176,11 @@ class LeaseFacts:
     0 until the result is fixed, and written once (P17).
     """
 
-    tickets: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    bits: list[int] = field(default_factory=list)
-    lo: list[int] = field(default_factory=list)
-    hi: list[int] = field(default_factory=list)
+    tickets: Sequence[int] = ()
+    ranks: Sequence[int] = ()
+    bits: Sequence[int] = ()
+    lo: Sequence[int] = ()
+    hi: Sequence[int] = ()
     details: list[FactDetail] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 

@@ -11,6 +11,7 @@ arrive in any order, and neither implies the other. A read may go back fenced, w
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.facts import (
@@ -106,8 +107,12 @@ _CANCELLED = int(Fact.CANCELLED)
 _ACCESS_ENDED = int(Fact.ACCESS_ENDED)
 _SETTLED = int(Fact.SETTLED)
 _FENCED = int(Fact.FENCED)
+_MAY_RETURN = Fact.ACCESS_ENDED | Fact.FENCED
 _NOT_CONTENT = Fact.ABANDONED | Fact.FAILED
 _NEVER_ACCESSED = Fact.ACCESS_ENDED | Fact.EVIDENCE_NEVER_SUBMITTED
+
+_LINE = attrgetter("ticket", "rank", "bits", "lo", "hi")
+"""One line of the columns."""
 
 
 @dataclass(slots=True)
@@ -213,7 +218,7 @@ class Held:
             return False
         if self.writes:
             return bool(self.bits & _ACCESS_ENDED and self.bits & _SETTLED)
-        return bool(self.bits & (_ACCESS_ENDED | _FENCED))
+        return bool(self.bits & _MAY_RETURN)
 
     @property
     def counts(self) -> bool:
@@ -223,7 +228,7 @@ class Held:
     @property
     def retained(self) -> bool:
         """True while the result is fixed but access has not ended: nobody waits any more, the memory does."""
-        return self.closed and not self.bits & (_ACCESS_ENDED | _FENCED)
+        return bool(self.bits & RESULT_BITS) and not self.bits & _MAY_RETURN
 
     def outcome(self, evidence: str, text: str) -> OutcomeRow:
         """Return the audit row of the attempt that just ended."""
@@ -240,12 +245,7 @@ class Held:
 
 def batch_of(changed: Collection[Held], details: list[FactDetail], rows: list[Row]) -> LeaseFacts:
     """Return the facts of leases that changed as one batch, which owns both lists from now on."""
-    return LeaseFacts(
-        tickets=[held.ticket for held in changed],
-        ranks=[held.rank for held in changed],
-        bits=[held.bits for held in changed],
-        lo=[held.lo for held in changed],
-        hi=[held.hi for held in changed],
-        details=details,
-        rows=rows,
-    )
+    if not changed:
+        return LeaseFacts(details=details, rows=rows)
+    tickets, ranks, bits, lo, hi = zip(*map(_LINE, changed), strict=True)
+    return LeaseFacts(tickets, ranks, bits, lo, hi, details, rows)

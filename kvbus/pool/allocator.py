@@ -33,6 +33,7 @@ class PageState(IntEnum):
 
 # Plain ints inside: an enum's members cost several times as much to compare.
 _FREE, _WRITING, _CACHED, _QUARANTINED, _FORGOTTEN = (int(state) for state in PageState)
+_STATES = tuple(PageState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,15 @@ class PageAllocator:
 
     def state(self, page: int) -> PageState:
         """Return a page's state."""
-        return PageState(self._states[page])
+        return _STATES[self._states[page]]
 
     def pins(self, page: int) -> int:
         """Return how many read leases and pin sets hold a page."""
         return self._pins[page]
+
+    def pinned(self) -> dict[int, int]:
+        """Return the pages that are pinned, each with its pins; O(pages), for checks."""
+        return {page: pins for page, pins in enumerate(self._pins) if pins}
 
     def unclaimed(self, pages: Iterable[int]) -> int:
         """Return how many of the pages no peer takes up yet."""
@@ -244,21 +249,23 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raise LedgerContradictionError where lists, states and counts disagree; O(pages)."""
-        in_state = {state: self.pages_in(state) for state in PageState}
-        idle = {page for page in in_state[PageState.CACHED] if not self._pins[page]}
-        pinned = {page for page, pins in enumerate(self._pins) if pins}
+        in_state = [set[int]() for _ in PageState]
+        for page, state in enumerate(self._states):
+            in_state[state].add(page)
+        idle = {page for page in in_state[_CACHED] if not self._pins[page]}
+        pinned = self.pinned().keys()
         claims: Sequence[bool] = (
-            set(self._free) == in_state[PageState.FREE],
+            set(self._free) == in_state[_FREE],
             set(self._idle) == idle,
-            pinned <= in_state[PageState.CACHED] | in_state[PageState.QUARANTINED] | in_state[PageState.FORGOTTEN],
-            in_state[PageState.FORGOTTEN] <= pinned,
-            self._counts == [len(in_state[state]) for state in PageState],
+            pinned <= in_state[_CACHED] | in_state[_QUARANTINED] | in_state[_FORGOTTEN],
+            in_state[_FORGOTTEN] <= pinned,
+            self._counts == [len(pages) for pages in in_state],
             self._claimed == sum(1 for count in self._claims if count),
             min(self._claims, default=0) >= 0,
             min(self._pins, default=0) >= 0,
             not any(self._claims[page] - self._bound.get(page, 0) for page in self._free),
             all(self._claims[page] >= count > 0 for page, count in self._bound.items()),
-            all(self._claims[page] for page in in_state[PageState.QUARANTINED]),
+            all(self._claims[page] for page in in_state[_QUARANTINED]),
         )
         if not all(claims):
             raise LedgerContradictionError("the pool's page lists disagree", claims=claims, counts=self._counts)
@@ -294,7 +301,8 @@ class PageAllocator:
             if state == _QUARANTINED or (for_peer and state == _WRITING):
                 given_up.append(page)
         counts[after] += len(pages)
-        self._unclaim(given_up)
+        if given_up:
+            self._unclaim(given_up)
 
     def _claim(self, pages: Sequence[int]) -> None:
         claims = self._claims

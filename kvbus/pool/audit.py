@@ -28,12 +28,10 @@ def check_leases(
             _check_generations(lease, generations)
     for pin_set in pin_sets:
         pins.update(pin_set.pages)
-    for page in range(allocator.page_count):
-        if allocator.pins(page) != pins[page]:
-            raise LedgerContradictionError(
-                "pins without owner", page=page, pins=allocator.pins(page), owners=pins[page]
-            )
-    if written != Counter(allocator.pages_in(PageState.WRITING)):
+    if (pinned := allocator.pinned()) != pins:
+        page = min(page for page in pinned.keys() | pins.keys() if pinned.get(page, 0) != pins[page])
+        raise LedgerContradictionError("pins without owner", page=page, pins=allocator.pins(page), owners=pins[page])
+    if written != dict.fromkeys(allocator.pages_in(PageState.WRITING), 1):
         raise LedgerContradictionError("written pages and write leases differ", lent=sorted(written.elements()))
     quarantined = allocator.pages_in(PageState.QUARANTINED)
     for lease in unmarked:

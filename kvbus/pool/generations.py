@@ -118,9 +118,8 @@ class Generations:
         expected[:, _COUNTER] = counters
         expected[:, _EPOCH_COMPLEMENT] = self._epoch ^ _ALL_ONES
         expected[:, _COUNTER_COMPLEMENT] = ~counters
-        wrong = np.flatnonzero((expected != self._table).any(axis=1))
-        if wrong.size:
-            page = int(wrong[0])
+        if not np.array_equal(expected, self._table):
+            page = int(np.flatnonzero((expected != self._table).any(axis=1))[0])
             raise LedgerContradictionError(
                 "the generation table was changed from outside",
                 page=page,
@@ -139,9 +138,8 @@ class Generations:
             return
         rows = np.array(pages, dtype=np.intp)
         words = np.array(counters, dtype=np.uint64)
-        columns = {_COUNTER: words, _COUNTER_COMPLEMENT: ~words}
-        for column in order:
-            self._table[rows, column] = columns[column]
-        own = self._counters
+        table, own = self._table, self._counters
+        for column in order:  # a view of the column first: storing by two indexes at once takes twice as long
+            table[:, column][rows] = words if column == _COUNTER else ~words
         for page, counter in zip(pages, counters, strict=True):
             own[page] = counter

@@ -7,7 +7,7 @@ contains the fingerprint: another layout, model, dtype or rank slice misses, and
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property
 from math import prod
 from typing import Final
 
@@ -51,7 +51,7 @@ _ELEMENTS: Final[Mapping[str, DTypeLike]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what follows from the fields is asked for with every transfer, and kept
 class PageLayout:
     """The layout of one rank's pages: one block of tokens, all layers.
 
@@ -85,7 +85,7 @@ class PageLayout:
         """The numpy type of one element; for types that numpy lacks, an unsigned integer of the same width."""
         return np.dtype(_ELEMENTS[self.dtype])
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """The bytes of content in one page."""
         return prod(self.shape) * self.element.itemsize
@@ -97,7 +97,16 @@ class PageLayout:
 
     def fingerprint(self) -> str:
         """Return 32 hex characters over everything whose mismatch could give wrong bytes."""
-        return _fingerprint(self)
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16, person=b"kvbus-layout")
+        for key, value in (("version", _LAYOUT_VERSION), ("order", "little"), *asdict(self).items()):
+            piece = f"{key}={value}".encode()
+            digest.update(len(piece).to_bytes(4, "little"))
+            digest.update(piece)
+        return digest.hexdigest()
 
     def namespace(self, salt: str, lora: str = "") -> bytes:
         """Return the namespace under which this layout's pages are named, for one cache salt and one LoRA."""
@@ -145,16 +154,6 @@ class PageLayout:
                 f"a page of shape {self.shape} in {self.dtype} takes {self.page_bytes} bytes, expected at most "
                 f"{PAGE_MAX_BYTES}: lower block_tokens"
             )
-
-
-@lru_cache(maxsize=256)  # asked for with every question and grant; one process has a layout per rank
-def _fingerprint(layout: PageLayout) -> str:
-    digest = hashlib.blake2b(digest_size=16, person=b"kvbus-layout")
-    for key, value in (("version", _LAYOUT_VERSION), ("order", "little"), *asdict(layout).items()):
-        piece = f"{key}={value}".encode()
-        digest.update(len(piece).to_bytes(4, "little"))
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _is_digest(value: object) -> bool:

@@ -4,7 +4,7 @@ The lease keeps what was said about it; the pages change hands in `kvbus.pool.le
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView, Lender
@@ -49,34 +49,40 @@ class PoolLease:
         pins: PinSet | None = None,
         for_peer: bool = True,
     ) -> None:
+        self.lease_id: Final = lease_id
+        """A number unique within its lender."""
+        self.direction: Final = direction
+        """Whether the pages are lent out for reading, or lent for writing."""
+        self.pins: Final = pins
+        """The set that pins the content which this lease brings."""
+        self.for_peer: Final = for_peer
+        """Whether the lease counts toward the lender's cap (P26)."""
+        self.failure: LeaseFailure | None = None
+        """Why nothing was lent; final, and such a lease changed nothing (contract 13)."""
+        self.pages: tuple[int, ...] = ()
+        """The pages lent, row by row; none for a failed lease."""
+        self.names: tuple[bytes, ...] = ()
+        """The rows' names; empty bytes for rows that are not named yet."""
+        self.viewed = False
+        """Whether `poll` gave the pages out: from then on they may be accessed."""
+        self.released = False
+        """Whether `release` was called."""
+        self.arrived: tuple[bool, ...] | None = None
+        """What `mark_arrived` said, or None before."""
+        self.fenced = False
+        """Whether the reader may still read although the lease goes back (P5)."""
+        self.forgotten = False
+        """Whether all names were forgotten while the lease was out: what a write brings is no content then."""
         self._keeper = keeper
-        self._lease_id = lease_id
-        self._direction = direction
-        self._granted = granted
-        self._names: tuple[bytes, ...] = granted.names if isinstance(granted, LeaseView) else ()
         self._first_ordinal = first_ordinal
         self._prompt_blocks = prompt_blocks
-        self._pins = pins
-        self._for_peer = for_peer
-        self._viewed = False
-        self._released = False
-        self._fenced = False
-        self._forgotten = False
-        self._arrived: tuple[bool, ...] | None = None
+        self._view: LeaseView | None = None
+        if granted is not None:
+            self.decide(granted)
 
     def __repr__(self) -> str:
-        state = "failed" if self.failure else "released" if self._released else "lent" if self._granted else "waiting"
-        return f"<PoolLease {self._lease_id} {self._direction.name} pages={len(self.pages)} {state}>"
-
-    @property
-    def lease_id(self) -> int:
-        """A number unique within its lender."""
-        return self._lease_id
-
-    @property
-    def direction(self) -> Direction:
-        """Whether the pages are lent out for reading, or lent for writing."""
-        return self._direction
+        state = "failed" if self.failure else "released" if self.released else "lent" if self._view else "waiting"
+        return f"<PoolLease {self.lease_id} {self.direction.name} pages={len(self.pages)} {state}>"
 
     @property
     def rank(self) -> int:
@@ -89,87 +95,38 @@ class PoolLease:
         return self._keeper
 
     @property
-    def failure(self) -> LeaseFailure | None:
-        """Why nothing was lent; final, and such a lease changed nothing (contract 13)."""
-        return self._granted if isinstance(self._granted, LeaseFailure) else None
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages lent, row by row; none for a failed lease."""
-        return self._granted.pages if isinstance(self._granted, LeaseView) else ()
-
-    @property
     def counters(self) -> tuple[int, ...]:
         """The generation counters at hand-over, row by row."""
-        return self._granted.counters if isinstance(self._granted, LeaseView) else ()
-
-    @property
-    def names(self) -> tuple[bytes, ...]:
-        """The rows' names; empty bytes for rows that are not named yet."""
-        return self._names
-
-    @property
-    def viewed(self) -> bool:
-        """Whether `poll` gave the pages out: from then on they may be accessed."""
-        return self._viewed
-
-    @property
-    def released(self) -> bool:
-        """Whether `release` was called."""
-        return self._released
-
-    @property
-    def arrived(self) -> tuple[bool, ...] | None:
-        """What `mark_arrived` said, or None before."""
-        return self._arrived
-
-    @property
-    def pins(self) -> PinSet | None:
-        """The set that pins the content which this lease brings."""
-        return self._pins
-
-    @property
-    def for_peer(self) -> bool:
-        """Whether the lease counts toward the lender's cap (P26)."""
-        return self._for_peer
-
-    @property
-    def fenced(self) -> bool:
-        """Whether the reader may still read although the lease goes back (P5)."""
-        return self._fenced
-
-    @property
-    def forgotten(self) -> bool:
-        """Whether all names were forgotten while the lease was out: what a write brings is no content then."""
-        return self._forgotten
+        return self._view.counters if self._view else ()
 
     def poll(self) -> LeaseView | None:
         """Return the same view each time; None while waiting, and for ever once failed; a contradiction if released."""
-        if self._released:
-            raise LedgerContradictionError("a released lease is polled", lease=self._lease_id)
-        if not isinstance(self._granted, LeaseView):
-            return None
-        self._viewed = True
-        return self._granted
+        if self.released:
+            raise LedgerContradictionError("a released lease is polled", lease=self.lease_id)
+        if self._view is not None:
+            self.viewed = True
+        return self._view
 
     def decide(self, granted: LeaseView | LeaseFailure) -> None:
         """Grant or refuse a lease that was made waiting; once, and only its lender calls this."""
-        if self._granted is not None or self._released:
-            raise LedgerContradictionError("a lease is decided twice, or after its release", lease=self._lease_id)
-        self._granted = granted
-        self._names = granted.names if isinstance(granted, LeaseView) else ()
+        if self._view is not None or self.failure is not None or self.released:
+            raise LedgerContradictionError("a lease is decided twice, or after its release", lease=self.lease_id)
+        if isinstance(granted, LeaseView):
+            self._view, self.pages, self.names = granted, granted.pages, granted.names
+        else:
+            self.failure = granted
 
     def name_rows(self, names: Sequence[bytes]) -> None:
         """Name the rows of a write lease that was lent unnamed; once, before it is marked.
 
         An engine that generates knows a block's name only when the block is full. The view is unchanged.
         """
-        if any(self._names) or self._arrived is not None or not self.pages:
-            raise LedgerContradictionError("only an unnamed, unmarked lease can be named", lease=self._lease_id)
+        if any(self.names) or self.arrived is not None or not self.pages:
+            raise LedgerContradictionError("only an unnamed, unmarked lease can be named", lease=self.lease_id)
         require_names(names)
         if len(names) != len(self.pages):
             raise ValueError(f"{len(names)} names for {len(self.pages)} rows: name each row")
-        self._names = tuple(names)
+        self.names = tuple(names)
 
     def mark_arrived(self, arrived: Sequence[bool]) -> None:
         """Say which rows hold whole content: write leases only, once, after the view was seen.
@@ -179,9 +136,9 @@ class PoolLease:
         """
         problem = self._mark_problem()
         if problem:
-            raise LedgerContradictionError(problem, lease=self._lease_id)
-        self._arrived = require_mask(arrived, len(self.pages))
-        if self._released:
+            raise LedgerContradictionError(problem, lease=self.lease_id)
+        self.arrived = require_mask(arrived, len(self.pages))
+        if self.released:
             self._keeper.resolve(self)
 
     def bounds(self, arrived: Sequence[bool]) -> tuple[int, int]:
@@ -192,11 +149,11 @@ class PoolLease:
         each block), or the whole prompt as far as it is held.
         """
         mask = require_mask(arrived, len(self.pages))
-        if self._forgotten:
+        if self.forgotten:
             mask = (False,) * len(mask)
-        if not isinstance(self._granted, LeaseView):
+        if self._view is None:
             return self._first_ordinal, self._first_ordinal
-        ordinals = self._granted.ordinals
+        ordinals = self._view.ordinals
         if not ordinals:
             return self._prompt_blocks, self._prompt_blocks
         for ordinal, whole in zip(ordinals, mask, strict=True):
@@ -206,7 +163,7 @@ class PoolLease:
 
     def forget(self) -> None:
         """Note that all names were forgotten; only the lender calls this (contract 24)."""
-        self._forgotten = True
+        self.forgotten = True
 
     def fence(self) -> LeaseFailure | None:
         """Keep the reader of a read lease from delivering what it reads from now on, or say why that cannot be (P5).
@@ -214,7 +171,7 @@ class PoolLease:
         The caller has isolated that reader, and releases the lease next; `PoolLender.lift` ends the fence.
         """
         failure = self._keeper.raise_fence(self)
-        self._fenced = failure is None
+        self.fenced = failure is None
         return failure
 
     def release(self) -> None:
@@ -224,16 +181,16 @@ class PoolLease:
         no mark was made, nobody knows what the pages hold or who still writes them: they stay in quarantine (contract
         18) until `mark_arrived`. If the view was never seen, all pages become free (contract 19).
         """
-        if self._released:
+        if self.released:
             return
-        self._released = True
+        self.released = True
         self._keeper.give_back(self)
 
     def _mark_problem(self) -> str | None:
-        if self._direction is not Direction.WRITE:
+        if self.direction is not Direction.WRITE:
             return "a read lease is marked"
-        if not self._viewed:
+        if not self.viewed:
             return "a lease is marked whose view nobody saw"
-        if self._arrived is not None:
+        if self.arrived is not None:
             return "a lease is marked twice"
         return None

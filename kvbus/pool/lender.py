@@ -12,6 +12,7 @@ is one step to everybody else. The order inside a step is what keeps the rules:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView
@@ -57,12 +58,15 @@ class PoolLender:
         rank: int,
         lent_cap_pages: int,
     ) -> None:
-        self._memory = memory
+        self.name: Final = name
+        """The lender's name, as facts carry it."""
+        self.rank: Final = rank
+        """The rank whose pages this lender owns."""
+        self.memory: Final = memory
+        """The pool that the pages are in."""
         self._allocator = allocator
         self._index = index
         self._fences = Fences(allocator, index, memory.generations)
-        self._name = name
-        self._rank = rank
         self._lent_cap_pages = lent_cap_pages
         self._leases: dict[int, PoolLease] = {}
         self._unmarked: dict[int, PoolLease] = {}
@@ -74,24 +78,9 @@ class PoolLender:
     def __repr__(self) -> str:
         pages = self._allocator.statistics()
         return (
-            f"<PoolLender {self._name} rank={self._rank} leases={len(self._leases)} free={pages.free} "
+            f"<PoolLender {self.name} rank={self.rank} leases={len(self._leases)} free={pages.free} "
             f"cached={pages.cached} claimed={pages.claimed}/{self._lent_cap_pages}>"
         )
-
-    @property
-    def name(self) -> str:
-        """The lender's name, as facts carry it."""
-        return self._name
-
-    @property
-    def rank(self) -> int:
-        """The rank whose pages this lender owns."""
-        return self._rank
-
-    @property
-    def memory(self) -> PoolMemory:
-        """The pool that the pages are in."""
-        return self._memory
 
     # --- lending ---
 
@@ -111,7 +100,7 @@ class PoolLender:
             return self._enter(Direction.READ, failure, first_ordinal, for_peer=for_peer)
         self._allocator.pin(pages, for_peer=for_peer)
         ordinals = range(first_ordinal, first_ordinal + len(pages))
-        view = self._view(ordinals, names[: len(pages)], pages, self._memory.generations.counters(pages))
+        view = self._view(ordinals, names[: len(pages)], pages, self.memory.generations.counters(pages))
         return self._enter(Direction.READ, view, first_ordinal, for_peer=for_peer)
 
     def lend_write(
@@ -150,7 +139,7 @@ class PoolLender:
         for page in evicted:
             self._index.remove(page)
         self._fences.note(pages, salt)
-        counters = self._memory.generations.raise_pages(pages)
+        counters = self.memory.generations.raise_pages(pages)
         view = self._view(ordinals, names or (b"",) * len(ordinals), pages, counters)
         return self._enter(Direction.WRITE, view, first, prompt_blocks=prompt_blocks, pins=pins, for_peer=for_peer)
 
@@ -169,6 +158,8 @@ class PoolLender:
 
     def progress(self) -> Sequence[int]:
         """Return the ids of the leases made since the last call: in place, each is ready or failed from the start."""
+        if not self._changed:  # asked in each pass of each round
+            return ()
         changed = tuple(self._changed)
         self._changed.clear()
         return changed
@@ -303,12 +294,12 @@ class PoolLender:
         """Raise LedgerContradictionError where any promise of pool and lender is broken; O(pages)."""
         self._allocator.check()
         self._index.check()
-        self._memory.generations.check()
+        self.memory.generations.check()
         if self._index.pages() != self._allocator.pages_in(PageState.CACHED):
             raise LedgerContradictionError("named pages and cached pages differ", names=len(self._index))
         check_leases(
             self._allocator,
-            self._memory.generations,
+            self.memory.generations,
             leases=list(self._leases.values()),
             unmarked=list(self._unmarked.values()),
             pin_sets=list(self._pin_sets.values()),
@@ -318,18 +309,22 @@ class PoolLender:
 
     def _commit(self, lease: PoolLease) -> None:
         index, counts = self._index, not lease.forgotten
-        content, spare = list[int](), list[int]()
+        content, spare = dict[int, bytes](), list[int]()
         # Last row first: the prompt's end is evicted before its beginning, and free pages are handed out ascending.
         rows = zip(lease.pages[::-1], lease.names[::-1], (lease.arrived or ())[::-1], strict=True)
         for page, name, whole in rows:
-            (content if whole and name and counts and name not in index else spare).append(page)
-        self._memory.generations.seal_pages(content)
-        self._memory.digests.sealed(content)
-        named = dict(zip(lease.pages, lease.names, strict=True))
-        for page in content:
-            index.insert(named[page], page)
-        self._allocator.cache(content, for_peer=lease.for_peer)
-        self._allocator.free(spare, for_peer=lease.for_peer)
+            if whole and name and counts and name not in index:
+                content[page] = name
+            else:
+                spare.append(page)
+        sealed = tuple(content)
+        self.memory.generations.seal_pages(sealed)
+        self.memory.digests.sealed(sealed)
+        for page, name in content.items():
+            index.insert(name, page)
+        self._allocator.cache(sealed, for_peer=lease.for_peer)
+        if spare:
+            self._allocator.free(spare, for_peer=lease.for_peer)
         if lease.pins is not None and not lease.forgotten:
             arrived = [name for name, whole in zip(lease.names, lease.arrived or (), strict=True) if whole]
             lease.pins.add([page for page in index.match(arrived) if page is not None])
@@ -371,9 +366,9 @@ class PoolLender:
         self, ordinals: Sequence[int], names: Sequence[bytes], pages: Sequence[int], counters: tuple[int, ...]
     ) -> LeaseView:
         return LeaseView(
-            pool=self._memory.fingerprint,
-            rank=self._rank,
-            epoch=self._memory.epoch,
+            pool=self.memory.fingerprint,
+            rank=self.rank,
+            epoch=self.memory.epoch,
             ordinals=tuple(ordinals),
             names=tuple(names),
             pages=tuple(pages),

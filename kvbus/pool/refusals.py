@@ -14,6 +14,8 @@ from kvbus.pool.allocator import PageStatistics
 ORDINAL_MAX: Final = (1 << 32) - 1
 """Bounds travel as u32."""
 
+_BOOL: Final = {bool}
+
 
 def over_cap(pages: int, lent_cap_pages: int, state: PageStatistics) -> LeaseFailure:
     """Return the refusal of a lease that would take pages which the engine's longest prompt needs (P26)."""
@@ -77,6 +79,8 @@ def require_pages(pages: Sequence[int], page_count: int) -> None:
 
 def require_mask(arrived: object, rows: int) -> tuple[bool, ...]:
     """Return the mask as plain bools; TypeError or ValueError unless it holds one bool for each row (contract 14)."""
+    if type(arrived) is tuple and set(map(type, arrived)) <= _BOOL and len(arrived) == rows:
+        return arrived  # the slow words below take other kinds, and say what is wrong
     if isinstance(arrived, np.ndarray):
         if arrived.dtype != np.bool_ or arrived.ndim != 1:
             raise TypeError(f"the mask is a {arrived.ndim}-dimensional array of {arrived.dtype}, expected bool")

@@ -110,7 +110,7 @@ def test_all_fact_bits_fit_their_column() -> None:
 def test_a_batch_is_falsy_only_while_nothing_changed() -> None:
     facts = LeaseFacts()
     assert not facts
-    assert (facts.tickets, facts.ranks, facts.bits, facts.lo, facts.hi) == ([], [], [], [], [])
+    assert (facts.tickets, facts.ranks, facts.bits, facts.lo, facts.hi) == ((), (), (), (), ())
     assert LeaseFacts(tickets=[7], ranks=[1], bits=[Fact.TAKEN], lo=[2], hi=[3])
 
 

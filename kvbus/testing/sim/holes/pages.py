@@ -47,7 +47,7 @@ def _sealed_at_hand_over() -> Sequence[Patch]:
     def at_hand_over(self: PoolLender, names: Any, ordinals: Any, **more: Any) -> Any:
         lease = lend_write(self, names, ordinals, **more)
         if not lease.for_peer:
-            self._memory.generations.seal_pages(lease.pages)
+            self.memory.generations.seal_pages(lease.pages)
             for name, page in zip(lease.names, lease.pages, strict=True):
                 self._index.insert(name, page)
             self._allocator.cache(lease.pages, for_peer=False)

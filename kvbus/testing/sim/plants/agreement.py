@@ -138,9 +138,8 @@ def rewrite_bounds() -> Sequence[Change]:
 
     def over(self: Agreement, party_key: Any, bits: int, *, lo: int, hi: int) -> Any:
         opened = self._open.get(self._by_party.get(party_key, ""))
-        for party, known in opened.reports.items() if opened else ():
-            if party.key == party_key:
-                known.lo = known.hi = None
+        if opened:
+            opened.reports[party_key].lo = opened.reports[party_key].hi = None
         return report(self, party_key, bits, lo=lo, hi=hi)
 
     return [(Agreement, "report", over)]
@@ -153,9 +152,8 @@ def second_result() -> Sequence[Change]:
 
     def latest(self: Agreement, party_key: Any, bits: int, *, lo: int, hi: int) -> Any:
         opened = self._open.get(self._by_party.get(party_key, ""))
-        for party, known in opened.reports.items() if opened and bits & RESULT_BITS else ():
-            if party.key == party_key:
-                known.bits &= ~RESULT_BITS
+        if opened and bits & RESULT_BITS:
+            opened.reports[party_key].bits &= ~RESULT_BITS
         return report(self, party_key, bits, lo=lo, hi=hi)
 
     return [(Agreement, "report", latest)]
