@@ -127,7 +127,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         events._set_running_loop(self)  # noqa: SLF001 - what asyncio's own loops do
         active, draw = self._active, self._draw  # this is the innermost loop of every run
         try:
-            while active or self._take_timers():
+            while True:  # and no condition here: with one, Python 3.11 never specializes this code
+                if not active and not self._take_timers():
+                    break
                 at = int(draw() * len(active))
                 actor = active[at]
                 ready = actor.ready
