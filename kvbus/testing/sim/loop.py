@@ -11,7 +11,7 @@ import heapq
 import random
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _ACTOR: ContextVar["Actor"] = ContextVar("actor")
 
-_Turn = tuple[Callable[..., object], tuple[object, ...], Context, asyncio.Handle | None]
+_Turn = tuple[Callable[..., object], Sequence[object], Context, asyncio.Handle | None]
 """A callback, its arguments and its context; and its handle, where somebody may cancel it."""
 
 
@@ -90,11 +90,6 @@ class SimTimer(asyncio.TimerHandle):
         self._context, self._loop, self._callback, self._args = context, loop, callback, args
         self._cancelled, self._repr, self._source_traceback = False, None, None
 
-    @property
-    def turn(self) -> _Turn:
-        """What is run once its time has come."""
-        return self._callback, tuple(self._args), self._context, self
-
     def cancel(self) -> None:
         """See asyncio; what it would have called is let go."""
         self._cancelled, self._callback, self._args = True, _nothing, ()
@@ -145,7 +140,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                     except (SystemExit, KeyboardInterrupt):
                         raise
                     except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
-                        told = handle or SimHandle(callback, args, self, context)
+                        told = handle or SimHandle(callback, tuple(args), self, context)
                         self._on_fault(actor, f"callback {told!r} let out {error!r}", error)
                 if self.look_soon or self.step >= self.look_step or self.now >= self.look_s:
                     self.look_soon = False
@@ -166,9 +161,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         while timers and not self._active:
             self.now = now = max(self.now, timers[0][0])
             while timers and timers[0][0] <= now:
-                _, _, handle, actor = heapq.heappop(timers)
-                if not handle._cancelled:  # noqa: SLF001
-                    self._enqueue(actor, handle.turn)
+                _, _, timer, actor = heapq.heappop(timers)
+                if not timer._cancelled:  # noqa: SLF001
+                    self._enqueue(actor, (timer._callback, timer._args, timer._context, timer))  # noqa: SLF001
         return bool(self._active)
 
     def _enqueue(self, actor: Actor, turn: _Turn) -> None:
