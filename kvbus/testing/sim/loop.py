@@ -209,15 +209,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Start a coroutine as a task of an actor."""
         return self.create_task(work, name=name, context=actor.context.copy())
 
-    def post(
-        self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0
-    ) -> asyncio.Handle:
-        """Have an actor call something, now or later."""
+    def post(self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0) -> None:
+        """Have an actor call something, now or later; it is not taken back."""
         if delay_s > 0:
-            return self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
-        handle = SimHandle(callback, args, self, actor.context)
-        self._enqueue(actor, (callback, args, actor.context, handle))
-        return handle
+            self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
+        else:
+            self._enqueue(actor, (callback, args, actor.context, None))
 
     # ------------------------------------------------------------------------------------- what asyncio asks a loop
 
