@@ -11,7 +11,7 @@ import heapq
 import random
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _ACTOR: ContextVar["Actor"] = ContextVar("actor")
 
-_Turn = tuple[Callable[..., object], tuple[object, ...], Context, asyncio.Handle | None]
+_Turn = tuple[Callable[..., object], Sequence[object], Context, asyncio.Handle | None]
 """A callback, its arguments and its context; and its handle, where somebody may cancel it."""
 
 
@@ -90,11 +90,6 @@ class SimTimer(asyncio.TimerHandle):
         self._context, self._loop, self._callback, self._args = context, loop, callback, args
         self._cancelled, self._repr, self._source_traceback = False, None, None
 
-    @property
-    def turn(self) -> _Turn:
-        """What is run once its time has come."""
-        return self._callback, tuple(self._args), self._context, self
-
     def cancel(self) -> None:
         """See asyncio; what it would have called is let go."""
         self._cancelled, self._callback, self._args = True, _nothing, ()
@@ -127,7 +122,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         events._set_running_loop(self)  # noqa: SLF001 - what asyncio's own loops do
         active, draw = self._active, self._draw  # this is the innermost loop of every run
         try:
-            while active or self._take_timers():
+            while True:  # and no condition here: with one, Python 3.11 never specializes this code
+                if not active and not self._take_timers():
+                    break
                 at = int(draw() * len(active))
                 actor = active[at]
                 ready = actor.ready
@@ -143,7 +140,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                     except (SystemExit, KeyboardInterrupt):
                         raise
                     except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
-                        told = handle or SimHandle(callback, args, self, context)
+                        told = handle or SimHandle(callback, tuple(args), self, context)
                         self._on_fault(actor, f"callback {told!r} let out {error!r}", error)
                 if self.look_soon or self.step >= self.look_step or self.now >= self.look_s:
                     self.look_soon = False
@@ -164,9 +161,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         while timers and not self._active:
             self.now = now = max(self.now, timers[0][0])
             while timers and timers[0][0] <= now:
-                _, _, handle, actor = heapq.heappop(timers)
-                if not handle._cancelled:  # noqa: SLF001
-                    self._enqueue(actor, handle.turn)
+                _, _, timer, actor = heapq.heappop(timers)
+                if not timer._cancelled:  # noqa: SLF001
+                    self._enqueue(actor, (timer._callback, timer._args, timer._context, timer))  # noqa: SLF001
         return bool(self._active)
 
     def _enqueue(self, actor: Actor, turn: _Turn) -> None:
@@ -212,15 +209,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Start a coroutine as a task of an actor."""
         return self.create_task(work, name=name, context=actor.context.copy())
 
-    def post(
-        self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0
-    ) -> asyncio.Handle:
-        """Have an actor call something, now or later."""
+    def post(self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0) -> None:
+        """Have an actor call something, now or later; it is not taken back."""
         if delay_s > 0:
-            return self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
-        handle = SimHandle(callback, args, self, actor.context)
-        self._enqueue(actor, (callback, args, actor.context, handle))
-        return handle
+            self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
+        else:
+            self._enqueue(actor, (callback, args, actor.context, None))
 
     # ------------------------------------------------------------------------------------- what asyncio asks a loop
 

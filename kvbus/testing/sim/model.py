@@ -80,17 +80,19 @@ class Model:
             self._violate(f"decision {decision.n} follows {self.last_decision}")
         self.last_decision = decision.n
         self.counts[f"decisions_{decision.kind}"] += 1
-        tickets = " ".join(self._t(party.ticket) for party in decision.parties)
+        tickets = " ".join([self._t(party.ticket) for party in decision.parties])
         self._note(f"{decision.kind} {decision.transfer} {tickets}")
         self.sink.decision(decision)
 
     def _granted(self, row: GrantedRow) -> None:
-        lease = self._lease(row.ticket)
-        lease.writes, lease.pages = row.writes, row.pages
-        view = self.rounds.holder.view(row.ticket) if self.rounds else None
+        ticket, _, _, writes, _, peer, pages, _ = row
+        lease = self._lease(ticket)
+        lease.writes, lease.pages = writes, pages
+        view = self.rounds.holder.view(ticket) if self.rounds else None
         lease.names = view.names if view else ()
-        pages = " ".join(f"{self.process.name}.p{page}" for page in row.pages)
-        self._note(f"{self._t(row.ticket)} granted to {'write' if row.writes else 'read'} for {row.peer} : {pages}")
+        name = self.process.name
+        named = " ".join([f"{name}.p{page}" for page in pages])
+        self._note(f"{name}.T{ticket} granted to {'write' if writes else 'read'} for {peer} : {named}")
 
     def _line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
         if ticket in self.returned:

@@ -54,7 +54,7 @@ class Truth:
     def __init__(self, loop: SimLoop, seed: str, trail: Trail) -> None:
         self.loop = loop
         self.trail = trail
-        # Most pages are touched by nobody, and a counter asks Python for each that it lacks: hence `get` and `in` below.
+        # Most pages are touched by nobody, and a counter answers `[]` for those in Python: hence `get` and `in` below.
         self.readers: Counter[tuple[int, int]] = Counter()
         self.writers: Counter[tuple[int, int]] = Counter()
         self.lease_readers: Counter[tuple[int, int]] = Counter()
