@@ -70,7 +70,7 @@ class Outbox:
     def drain(self) -> Sequence[Change]:
         """Return and forget what was listed, oldest first."""
         if not self._changes:
-            return ()  # asked at each round; what is being listed just now raises the wake signal afterwards
+            return []  # asked at each round; what is being listed just now raises the wake signal afterwards
         with self._lock:
             changes, self._changes = self._changes, []
         return changes

@@ -23,10 +23,10 @@ IDS_MAX = 20_000
 QUEUE_MAX = 10_000
 HOP_S = 0.0005
 LATE_MAX_S = 2.0
-SLASH = escape("/")
-"""What parts an instance's name from its member's in a key of the registry."""
 KEPT_MAX = 20_000
 """Messages kept of one subject; beyond it the oldest go, as from the stream that has its size."""
+SLASH = escape("/")
+"""What parts an instance's name from its member's in a key of the registry."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,7 @@ class SimBroker:
         answering = 0
         for listener in tuple(self._listeners.get(delivery.subject, ())):
             if listener.gone:
-                self.unlisten(listener)  # for good: what was added up to now would be asked at each message
+                self.unlisten(listener)  # members come and go: all that ever were would be looked at each time
             else:
                 self.carry(self._arrive, listener, delivery, answer)
                 answering += listener.answers
@@ -274,15 +274,12 @@ class SimBroker:
         if not waiting:
             return []
         now = self.loop.time()
-        given: list[Waiting] = []
-        held = sum(1 for one in waiting.values() if one.offered_again_at > now)
-        for one in waiting.values():
-            if len(given) >= most or held + len(given) >= self.work.in_flight_max:
-                break
-            if one.offered_again_at <= now:
-                one.attempts += 1
-                one.offered_again_at = now + self.work.ack_wait_s
-                given.append(one)
+        due = [one for one in waiting.values() if one.offered_again_at <= now]
+        held = len(waiting) - len(due)
+        given = due[: max(0, min(most, self.work.in_flight_max - held))]
+        for one in given:
+            one.attempts += 1
+            one.offered_again_at = now + self.work.ack_wait_s
         return given
 
     def due_s(self, queue: str) -> float:

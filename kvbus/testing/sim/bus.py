@@ -87,15 +87,6 @@ class SimBus:
         finally:
             timer.cancel()
 
-    def _answered(self, answer: "asyncio.Future[bytes | NoAnswer]", life: int, said: bytes) -> None:
-        """Somebody has answered; the broker that was asked brings it back, if it still lives."""
-        if self.broker.life == life:
-            self.broker.carry(self._bring, answer, said)
-
-    def _bring(self, answer: "asyncio.Future[bytes | NoAnswer]", said: bytes) -> None:
-        if self.connected:
-            _settle(answer, said)
-
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """See `kvbus.transport.Bus`."""
         await self._reach(CALL_S)
@@ -235,6 +226,15 @@ class SimBus:
             await asyncio.sleep(wait_s)
         if not self.connected or self.broker.life != life:
             raise BusError("the connection to the broker was lost", broker="simulated")
+
+    def _answered(self, answer: "asyncio.Future[bytes | NoAnswer]", life: int, said: bytes) -> None:
+        """Somebody has answered; the broker that was asked brings it back, if it still lives."""
+        if self.broker.life == life:
+            self.broker.carry(self._bring, answer, said)
+
+    def _bring(self, answer: "asyncio.Future[bytes | NoAnswer]", said: bytes) -> None:
+        if self.connected:
+            _settle(answer, said)
 
     def _listen(self, listener: "_Listener") -> "_Listener":
         self._listeners.append(listener)

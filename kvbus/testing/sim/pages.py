@@ -1,4 +1,4 @@
-"""The bytes of a pool's pages as plain views: for so few bytes, arrays cost more than all that is done to them."""
+"""The bytes of a pool's pages as plain views: of so few bytes, arrays cost more than whatever is made of them."""
 
 from collections.abc import Iterator, Sequence
 
