@@ -5,7 +5,6 @@ everything whose mismatch could give wrong bytes. Equal names mean interchangeab
 """
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +15,6 @@ NAME_LENGTH_BYTES = 16
 TOKEN_ID_MAX = 2**32 - 1
 """Token ids travel as u32."""
 
-_BIG_ENDIAN = sys.byteorder == "big"
 _COUNTER_BITS = 31
 _NONCE_BITS = 32
 EPOCH_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
@@ -74,7 +72,7 @@ def tokens_from_bytes(packed: bytes) -> tuple[int, ...]:
         raise ValueError(f"token bytes must be a multiple of 4 long, got {len(packed)}")
     values = array("I")
     values.frombytes(packed)
-    return tuple(_swapped(values) if _BIG_ENDIAN else values)
+    return tuple(values if not _big_endian() else _swapped(values))
 
 
 def names_from_bytes(packed: bytes) -> tuple[bytes, ...]:
@@ -117,6 +115,10 @@ def epoch_text(epoch: int) -> str:
     return f"{epoch_counter(epoch)}-{epoch & 0xFFFF:04x}"
 
 
+def _big_endian() -> bool:
+    return array("H", [1]).tobytes() == b"\x00\x01"
+
+
 def _swapped(values: "array[int]") -> "array[int]":
     copy = array(values.typecode, values)
     copy.byteswap()
@@ -124,4 +126,4 @@ def _swapped(values: "array[int]") -> "array[int]":
 
 
 def _little_endian(values: "array[int]") -> bytes:
-    return (_swapped(values) if _BIG_ENDIAN else values).tobytes()
+    return (_swapped(values) if _big_endian() else values).tobytes()

@@ -63,6 +63,7 @@ class Lane:
         """Something came, or what it had to wait for has left."""
         if self.asleep is not None and not self.asleep.done():
             self.asleep.set_result(None)
+        self.asleep = None
 
     def begin(self, before: int | None) -> Outgoing | None:
         """Return what leaves next, as many events as fit; None where nothing may. Those from `before` on may not."""
