@@ -4,7 +4,7 @@ Everything that crosses a process boundary as a message (bus events, grants, fra
 Decoding is bounded and strict: no extension types, string keys only, and any malformed input is a PeerError.
 """
 
-import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import msgpack
@@ -17,25 +17,22 @@ MESSAGE_LENGTH_MAX_BYTES = 1 << 20
 _STRINGS = frozenset({str})
 
 Plain = Callable[[object], object]
-"""A function of a module, since a packer is kept for each; it must not pack anything itself."""
+"""A function of a module, since packers are kept for each."""
 
-
-class _Kept(threading.local):
-    """A thread's packers: each keeps a buffer of 256 KiB, which grows to its longest message, and is not shared."""
-
-    def __init__(self) -> None:
-        self.packers: dict[Plain | None, msgpack.Packer] = {}
-
-
-_KEPT = _Kept()
+_FREE: defaultdict[Plain | None, list[msgpack.Packer]] = defaultdict(list)
+"""Packers that nobody uses now. Each has a buffer of 256 KiB, which grows to its longest message, and packs one at a
+time; there are as many as have packed at once."""
 
 
 def pack(document: dict[str, object], plain: Plain | None = None) -> bytes:
     """Return the msgpack bytes of one map; `plain` says what stands for a value that msgpack does not know."""
-    packer = _KEPT.packers.get(plain)
-    if packer is None:
-        packer = _KEPT.packers[plain] = msgpack.Packer(default=plain, use_bin_type=True)
+    free = _FREE[plain]
+    try:
+        packer = free.pop()
+    except IndexError:
+        packer = msgpack.Packer(default=plain, use_bin_type=True)
     packed: bytes = packer.pack(document)
+    free.append(packer)  # where it has raised, it is not used again
     return packed
 
 

@@ -72,6 +72,11 @@ class Span:
 NO_SPAN = Span(None, None)
 
 
+def is_on() -> bool:
+    """Whether somebody traces here, so that spans are made."""
+    return _provider() is not None
+
+
 def begin(
     name: str, parent: str | None = None, attributes: Mapping[str, Value] | None = None, *, kind: Kind = "internal"
 ) -> Span:

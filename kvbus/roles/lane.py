@@ -3,8 +3,8 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 from kvbus.events import BATCH_EVENTS_MAX, EVENT_LENGTH_MAX_BYTES, FactsSeen, TransferStep
 from kvbus.roles.collapsing import newest_lines
@@ -14,11 +14,14 @@ BATCH_LENGTH_MAX_BYTES = EVENT_LENGTH_MAX_BYTES // 2
 COLLAPSE_LENGTH_BYTES = 1 << 20
 """So much is looked through at a time when the outbox is full: nothing else runs in the 0.15 s that takes at most."""
 
+STEP = TransferStep.KIND
+
 Pack = Callable[[list[bytes], int], bytes]
 """Makes one message of the events of a batch, under the number of the last of them."""
 
 
-class Outgoing(NamedTuple):
+@dataclass(slots=True)  # neither frozen nor a named tuple: each would be made at twice the price, for every event
+class Outgoing:
     """One event, or the message that several of them make, under the number of the last of them."""
 
     data: bytes
@@ -32,8 +35,8 @@ class Lane:
     def __init__(self, subject: str, pack: Pack) -> None:
         self.subject = subject
         self.queue: deque[Outgoing] = deque()
-        self.filled = asyncio.Event()
-        """Whoever lets it leave waits for this: something came, or what it had to wait for has left."""
+        self.asleep: asyncio.Future[None] | None = None
+        """While nothing may leave: what ends that wait, for the one task that lets it leave."""
         self.leaving = 0
         self.leaves_steps = False
         """Whether what is leaving tells steps of transfers, which will be followed by more."""
@@ -48,6 +51,20 @@ class Lane:
         """The newest event that waits; where none does, the last one that has left."""
         return self.queue[-1].sequence if self.queue else self.left_sequence
 
+    async def sleep(self) -> None:
+        """Wait until something more may leave."""
+        self.asleep = asyncio.get_running_loop().create_future()
+        try:
+            await self.asleep
+        finally:
+            self.asleep = None
+
+    def wake(self) -> None:
+        """Something came, or what it had to wait for has left."""
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
+        self.asleep = None
+
     def begin(self, before: int | None) -> Outgoing | None:
         """Return what leaves next, as many events as fit; None where nothing may. Those from `before` on may not."""
         batch: list[bytes] = []
@@ -59,7 +76,7 @@ class Lane:
                 break
             batch.append(event.data)
             sequence = event.sequence
-            tells_steps = tells_steps or event.kind == TransferStep.KIND
+            tells_steps = tells_steps or event.kind == STEP
         self.leaving, self.leaves_steps = len(batch), tells_steps
         if len(batch) < 2:
             return self.queue[0] if batch else None
@@ -98,7 +115,7 @@ class Lane:
             data = left.get(place, queue[place].data)
             freed_bytes += len(queue[place].data) - len(data or b"")
             if data is not None:
-                kept.append(queue[place]._replace(data=data))
+                kept.append(replace(queue[place], data=data))
         self.collapsed += end - begin - len(kept)
         self.queue = deque([*queue[:begin], *kept, *queue[end:]])
         self._looked_through = begin + len(kept)

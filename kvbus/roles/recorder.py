@@ -203,8 +203,6 @@ class Recorder:
 
     async def _drain(self, lane: Lane) -> None:
         while True:
-            await lane.filled.wait()
-            lane.filled.clear()
             while (outgoing := lane.begin(self._first_undecided() if lane is self._facts else None)) is not None:
                 rest_s = REST_S if lane.leaves_steps else 0.0
                 await self._store(lane, outgoing)
@@ -212,6 +210,7 @@ class Recorder:
                 self._tell_of_end(lane)
                 if rest_s:
                     await asyncio.sleep(rest_s)
+            await lane.sleep()
 
     def _first_undecided(self) -> int | None:
         """Return the number of the oldest decision that is not stored; None where all are."""
@@ -219,7 +218,7 @@ class Recorder:
 
     def _tell_of_end(self, lane: Lane) -> None:
         if lane is self._decisions:
-            self._facts.filled.set()
+            self._facts.wake()
         elif self._awaited:
             for sequence in [one for one in self._awaited if one <= lane.left_sequence]:
                 self._awaited.pop(sequence).set_result(None)
@@ -264,7 +263,8 @@ class Recorder:
             self._queued_bytes -= freed_bytes
         if not lane.queue:
             self._emptied.clear()
-        lane.filled.set()
+        if lane.asleep is not None:  # it is awake nearly always
+            lane.wake()
         lane.queue.append(Outgoing(data, self._sequence, kind))
         self._queued_bytes += length_bytes
 

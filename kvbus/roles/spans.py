@@ -73,10 +73,15 @@ class Spans:
 
     # -------------------------------------------------------------------------------------------------- destination
 
-    async def admitting(
+    def admitting(
+        self, request: TransferRequested, answering: Awaitable[tuple[TransferVerdict, str]]
+    ) -> Awaitable[tuple[TransferVerdict, str]]:
+        """Return the destination's answer to a request, and tell of it."""
+        return self._admitting(request, answering) if tracing.is_on() else answering
+
+    async def _admitting(
         self, request: TransferRequested, answering: Awaitable[tuple[TransferVerdict, str]]
     ) -> tuple[TransferVerdict, str]:
-        """Return the destination's answer to a request, and tell of it."""
         about = self._who | {"request_hash": request.request_hash, "source": request.source}
         span = tracing.begin("kvbus.admit", request.traceparent, about)
         failure = UNANSWERED
@@ -90,6 +95,8 @@ class Spans:
 
     def began(self, transfer: str, request: TransferRequested) -> None:
         """A request has become a transfer here."""
+        if request.traceparent is None and not tracing.is_on():
+            return
         about = self._who | {"transfer": transfer, "request_hash": request.request_hash, "source": request.source}
         whole = tracing.begin("kvbus.transfer", request.traceparent, about, kind="consumer")
         if whole.traceparent is None:
@@ -146,11 +153,12 @@ class Spans:
 
     # ------------------------------------------------------------------------------------------------------- source
 
-    async def lending(self, event: Event, answering: Awaitable[bytes]) -> bytes:
+    def lending(self, event: Event, answering: Awaitable[bytes]) -> Awaitable[bytes]:
         """Return a source's answer, and tell of it where it is one to a reader's question."""
         asked = event.body
-        if not isinstance(asked, LendRequested):
-            return await answering
+        return self._lending(asked, answering) if isinstance(asked, LendRequested) and tracing.is_on() else answering
+
+    async def _lending(self, asked: LendRequested, answering: Awaitable[bytes]) -> bytes:
         key = (asked.key.transfer, asked.key.instance)
         if key not in self._asked and key not in self._granted:
             about = self._who | {"transfer": asked.key.transfer, "reader": asked.key.instance}

@@ -97,6 +97,21 @@ async def test_events_that_gathered_leave_as_one_message_and_are_read_one_by_one
     assert recorded.recorder.stored_sequence == 30
 
 
+async def test_a_step_recorded_without_a_model_has_the_bytes_of_one_that_was_made() -> None:
+    made, told = Recorded(), Recorded()
+    made.recorder.event(step(3, padding=5), cause="c")
+    told.recorder.step("T1", "0" * 32, "s3", "x" * 5, "c")
+    async with made.stored(), told.stored():
+        assert [one.data for one in await told.messages()] == [one.data for one in await made.messages()]
+
+
+async def test_what_is_told_has_the_bytes_of_a_header_that_was_made_and_of_a_changed_copy() -> None:
+    body, made, told = step(3), Recorded().recorder, Recorded().recorder
+    for changed in ({}, {"text": "other"}):
+        header = made.header(body.KIND, "c")
+        assert told.encoded(body, "c", **changed) == encode(header, body.model_copy(update=changed))
+
+
 async def test_one_event_alone_is_no_batch() -> None:
     recorded = Recorded()
     recorded.recorder.event(step(1))
