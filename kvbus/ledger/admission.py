@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvbus.ledger.holding import HoldingCost
 
@@ -30,8 +30,7 @@ Ground = Literal["source", "stopping", "not_leading", "bus_unavailable", "waited
 """Why a request was refused, as one word, for counting: the source, or what this member could not do just then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """A verdict, the reason for people, and the transfer that the request joined or started, if any."""
 
     verdict: Verdict

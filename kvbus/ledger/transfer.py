@@ -39,6 +39,10 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+# Looking a name up in an enum costs more than what is decided by it here, for every line of facts.
+_RESOLVING, _LEASING, _ASKING, _MOVING, _STOPPING, _SETTLING, _ENDED = Phase
+_ACCESS_ENDED, _GIVEN_BACK = int(Fact.ACCESS_ENDED), Fact.RETURNED | Fact.RETURN_FAILED
+
 TRANSITIONS: frozenset[tuple[Phase, Phase]] = frozenset(
     {
         (Phase.RESOLVING, Phase.LEASING),
@@ -176,7 +180,7 @@ class Transfer:
         self, now: float, *, prompt_tokens: int, blocks_wanted: int, blocks_held: int, prefix_held: int
     ) -> list[Action]:
         """The prompt has token ids: so many whole blocks, so many here already, so many before the first gap."""
-        if self.phase is not Phase.RESOLVING:
+        if self.phase is not _RESOLVING:
             return []
         self.prompt_tokens, self.blocks_wanted, self.blocks_held = prompt_tokens, blocks_wanted, blocks_held
         self.prefix_held = prefix_held
@@ -185,32 +189,32 @@ class Transfer:
             self.outcome = "settled"
             self.reason = "every whole block of the prompt is here already" if blocks_wanted else few
             return self._end(now)
-        self._go(Phase.LEASING)
+        self._go(_LEASING)
         return [LeasePages()]
 
     def leased(self, now: float, tickets: dict[int, int]) -> list[Action]:
         """Pages are leased: ticket → rank."""
-        if self.phase is not Phase.LEASING:
+        if self.phase is not _LEASING:
             raise LedgerContradictionError("pages leased twice", transfer=self.transfer, phase=self.phase.value)
         if not tickets:
             raise LedgerContradictionError("no pages leased", transfer=self.transfer)
         self.shares = {ticket: Share(rank) for ticket, rank in tickets.items()}
-        self._go(Phase.ASKING)
+        self._go(_ASKING)
         self._asked_at, self.asked = now, True
         return [AskSource()]
 
     def granted(self, now: float, blocks: int) -> list[Action]:
         """The source lends: so many of the missing blocks, in their order."""
-        if self.phase is not Phase.ASKING:  # too late: the key is closed, the grant is not used
+        if self.phase is not _ASKING:  # too late: the key is closed, the grant is not used
             return []
         self.blocks_granted = blocks
         self._granted_at = now
-        self._go(Phase.MOVING)
+        self._go(_MOVING)
         return [Read()]
 
     def failed(self, now: float, failure: FailureClass, text: str) -> list[Action]:
         """Something ended the transfer before bytes moved: a refusal, a lost source, a bad prompt."""
-        if self.phase in {Phase.MOVING, Phase.SETTLING, Phase.STOPPING, Phase.ENDED}:
+        if self.phase in {_MOVING, _SETTLING, _STOPPING, _ENDED}:
             return []
         self._blame("failed", failure, text)
         if not self.shares:
@@ -230,12 +234,13 @@ class Transfer:
         if lo or hi:
             share.lo, share.hi = lo, hi
         actions: list[Action] = []
-        if share.bits & RESULT_BITS and self.phase is Phase.ASKING:
+        if share.bits & RESULT_BITS and self.phase is _ASKING:
             # The pool, or the binding, would not take it: there is nothing to read into.
             actions += self._give_up(now)
-        if all(other.bits & Fact.ACCESS_ENDED for other in self.shares.values()):
+        shares = self.shares.values()
+        if share.bits & _ACCESS_ENDED and all(other.bits & _ACCESS_ENDED for other in shares):
             actions += self._access_ended(now)
-        if all(other.bits & (Fact.RETURNED | Fact.RETURN_FAILED) for other in self.shares.values()):
+        if share.bits & _GIVEN_BACK and all(other.bits & _GIVEN_BACK for other in shares):
             actions += self._end(now)
         return actions
 
@@ -251,11 +256,11 @@ class Transfer:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: stop at the deadline; isolate a peer that does not move; never free anything."""
-        if self.phase is Phase.STOPPING:
+        if self.phase is _STOPPING:
             return self._tick_stopping(now)
         if now < self.deadline:
             return []
-        if self.phase is Phase.SETTLING:
+        if self.phase is _SETTLING:
             return self._tick_settling(now)
         return self._stop(now, "failed", FailureClass.DEADLINE, f"the budget of {self.budget_s:g} s is spent")
 
@@ -267,7 +272,7 @@ class Transfer:
     @property
     def finished(self) -> bool:
         """True once it has ended and the source need hear no more of it: access has ended, or was never asked for."""
-        return self.phase is Phase.ENDED and (self._key_closed or not self.asked)
+        return self.phase is _ENDED and (self._key_closed or not self.asked)
 
     # ------------------------------------------------------------------------------------------------------ looking
 
@@ -324,28 +329,28 @@ class Transfer:
             self.outcome, self.failure, self.reason = outcome, failure, text
 
     def _stop(self, now: float, outcome: str, failure: FailureClass, text: str) -> list[Action]:
-        if self.phase in {Phase.STOPPING, Phase.SETTLING, Phase.ENDED}:
+        if self.phase in {_STOPPING, _SETTLING, _ENDED}:
             return []
         self._blame(outcome, failure, text)
         if not self.shares:
             return self._end(now)
-        if self.phase is not Phase.MOVING:
+        if self.phase is not _MOVING:
             return self._give_up(now)
-        self._go(Phase.STOPPING)
+        self._go(_STOPPING)
         self._stopping_since = now
         return [Stop(text)]
 
     def _give_up(self, now: float) -> list[Action]:
         """Nothing was submitted: abandoning gives the pages back as soon as that is agreed."""
         self._blame("failed", FailureClass.LEASE_REFUSED, "the lease was refused")
-        self._go(Phase.STOPPING)
+        self._go(_STOPPING)
         self._stopping_since = now
         return [GiveUp(self.failure, self.reason)]
 
     def _access_ended(self, now: float) -> list[Action]:
         """Access has ended here, for good: the source may hear it, also where the transfer has long been given up."""
-        if self.phase in {Phase.MOVING, Phase.STOPPING}:
-            self._go(Phase.SETTLING)
+        if self.phase in {_MOVING, _STOPPING}:
+            self._go(_SETTLING)
             self._access_ended_at = now
         if self._key_closed or not self.asked:
             return []
@@ -358,7 +363,7 @@ class Transfer:
             self._isolated = True
             return [IsolateSource(f"no access end {STOP_WAIT_S:g} s after the stop: {self.reason}")]
         if waited_s >= 2 * STOP_WAIT_S:  # the request is given back; the pages stay out until there is evidence
-            self._go(Phase.ENDED)
+            self._go(_ENDED)
             self._ended_at = now
             return [GiveUp(self.failure, self.reason), Report()]
         return []
@@ -367,18 +372,16 @@ class Transfer:
         if now < self.deadline + 2 * STOP_WAIT_S:
             return []
         self._blame("failed", FailureClass.DEADLINE, "the members did not agree in time")
-        self._go(Phase.ENDED)
+        self._go(_ENDED)
         self._ended_at = now
         return [GiveUp(self.failure, self.reason), Report()]
 
     def _end(self, now: float) -> list[Action]:
-        if self.phase is Phase.ENDED:
-            return []
-        if self.phase not in {Phase.RESOLVING, Phase.LEASING, Phase.SETTLING}:
+        if self.phase not in {_RESOLVING, _LEASING, _SETTLING}:
             return []
         if not self.outcome:
             self._conclude()
-        self._go(Phase.ENDED)
+        self._go(_ENDED)
         self._ended_at = now
         return [Report()]
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvbus.events import PlanAnswered, TransferRequested, TransferStep
 from kvbus.ledger.admission import Admission, Verdict
@@ -26,8 +26,7 @@ CANCELS_MAX = 4_096
 """Cancelled requests that were not offered here yet; the queue holds 10,000 in all, and few of them are cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """How a request reached this member.
 
     `sent_unix_s` is its requester's time, and compared with times of requesters only. `waited_s` is how long it stood

@@ -184,12 +184,12 @@ class Destination:
             source = await self._sources.find(request.source, self._side.pool.layout.fingerprint())
             if isinstance(source, str):
                 return self._gate.refuse(source, "source")
-        queue_s = offer.waited_s + self._side.clock() - asked_at
+        now = self._side.clock()
+        queue_s = offer.waited_s + now - asked_at
         if unable := self._unable(queue_s, limit_s):  # once more: that took its time
             return self._gate.refuse(*unable)
         self._number += 1
         transfer_id = f"{self._side.instance}-{self._side.epoch & 0xFFFFFFFF:08x}-{self._number}"
-        now = self._side.clock()
         admission = self._gate.admit(request.request_hash, **who, transfer=transfer_id, now=now)
         if admission.verdict is Verdict.ACCEPTED:
             transfer = Transfer(transfer_id, request.request_hash, request.source, now, request.budget_s, queue_s)

@@ -32,6 +32,8 @@ class LocalBackend:
 
     def changes(self) -> Sequence[Change]:
         """Return what the engine has said since the last call."""
+        if not self._changes:  # asked in each pass of each round
+            return ()
         changes, self._changes = self._changes, []
         return changes
 

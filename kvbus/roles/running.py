@@ -1,11 +1,10 @@
 """One running transfer: carries out what `ledger/transfer.py` decides, and tells it what happened."""
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 from kvbus.dataplane.choosing import Found, Way
@@ -39,8 +38,6 @@ from kvbus.roles.registry import Registered
 from kvbus.roles.rounds import Rounds
 from kvbus.roles.tasks import started
 from kvbus.roles.tokens import Content
-
-log = logging.getLogger(__name__)
 
 
 class TransferGroup(Protocol):
@@ -100,6 +97,11 @@ class ReaderSide:
     network: int | None = None
 
 
+@lru_cache(maxsize=16)  # one for each binding by which this process reads: they are shared by all leases (R3)
+def _write_mode(binding: str) -> SubmitMode:
+    return SubmitMode(binding, Direction.WRITE)
+
+
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """How the members of this instance ended a transfer; lo and hi are the bounds in blocks that all ranks have."""
@@ -136,6 +138,7 @@ class Running:
     unwanted: str = ""
     """Who cancelled it; empty while nobody has."""
     _told_way: bool = False
+    _reader: ReaderKey | None = None
     _ask_task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -166,7 +169,7 @@ class Running:
         # A hit is pinned from planning on, so that the prefix is still here when the rest arrives (P10), and counts as
         # what is lent does (P26).
         hits = [name for name, here in zip(self.names, held, strict=True) if here]
-        kept = pool.kept([page for name in hits for page in pool.lender.pages_held((name,))])
+        kept = pool.kept([page for name in hits for page in pool.lender.pages_held((name,))]) if hits else None
         self.pins = kept if isinstance(kept, PinSet) else None
         wanted = len(self.names)
         self._step("resolved", f"{content.tokens} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
@@ -239,8 +242,7 @@ class Running:
         except ValueError as error:
             self.failed(FailureClass.BAD_REQUEST, str(error))
             return
-        mode = SubmitMode(side.binding, Direction.WRITE)
-        now = side.clock()
+        mode, now = _write_mode(side.binding), side.clock()
         ticket = side.rounds.holder.take(
             lease, mode, now=now, timeout_s=self.transfer.remaining_s(now), peer=request.source, transfer=self._id
         )
@@ -312,6 +314,8 @@ class Running:
 
     def _tell_ways(self, bits: int) -> None:
         """Say which way the pages take, and why; and over which lanes they came, once that is known."""
+        if self.granted is None:
+            return  # nothing was ordered
         told = [way for ticket in self.tickets for way in self.side.ways(ticket)]
         if not (told or self._told_way) and bits & Fact.SUBMITTED:
             told = [Way("moving", f"by {self.side.binding}")]
@@ -380,15 +384,13 @@ class Running:
         return self.source
 
     def _key(self) -> ReaderKey:
-        side = self.side
-        return ReaderKey(
-            instance=side.instance,
-            member=side.member,
-            epoch=side.epoch,
-            transfer=self._id,
-            attempt=1,
-            rank=side.pool.layout.rank,
-        )
+        """Return under which key the source is asked, and hears that access has ended."""
+        if self._reader is None:
+            side, rank = self.side, self.side.pool.layout.rank
+            self._reader = ReaderKey(
+                instance=side.instance, member=side.member, epoch=side.epoch, transfer=self._id, attempt=1, rank=rank
+            )
+        return self._reader
 
     def _step(self, step: str, text: str) -> None:
         self.side.recorder.step(self._id, self.request.request_hash, step, text, self.request.request_id)

@@ -5,8 +5,7 @@ are what the source's pages are called there, under a layout that both sides hav
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from kvbus.engines.desk import Refusal
 from kvbus.errors import KvbusError
@@ -34,8 +33,7 @@ class Namer(Protocol):
         """Return the source's answer, or why there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """The names of a prompt's whole blocks, the salt that they stand under, and its length.
 
     `token_ids` are empty where only the names are known: then nobody can compute what is missing.
