@@ -185,7 +185,7 @@ class Foreign:
         return True
 
 
-_INT, _BOOL = {int}, {bool}
+_INT, _BOOL, _TUPLE = {int}, {bool}, {tuple}
 
 
 def fault_of(change: object) -> str:
@@ -217,6 +217,5 @@ def _is_mask(mask: object, length_bytes: object) -> bool:
 
 def _is_whole(view: LeaseView) -> bool:
     """Tell whether the columns of a view are columns, and of one length."""
-    pages, counters, names, ordinals = view.pages, view.counters, view.names, view.ordinals
-    are_tuples = type(pages) is tuple and type(counters) is tuple and type(names) is tuple and type(ordinals) is tuple
-    return are_tuples and len(pages) == len(counters) == len(names) == len(ordinals)
+    columns = (view.pages, view.counters, view.names, view.ordinals)
+    return set(map(type, columns)) == _TUPLE and len(set(map(len, columns))) == 1
