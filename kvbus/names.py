@@ -52,9 +52,8 @@ def page_names(namespace: bytes, token_ids: Sequence[int], block_tokens: int) ->
     names: list[bytes] = []
     parent = namespace
     for offset in range(0, len(packed) - stride + 1, stride):
-        block = hashlib.blake2b(parent, digest_size=NAME_LENGTH_BYTES, person=b"kvbus-page")
-        block.update(packed[offset : offset + stride])
-        parent = block.digest()
+        block = parent + packed[offset : offset + stride]
+        parent = hashlib.blake2b(block, digest_size=NAME_LENGTH_BYTES, person=b"kvbus-page").digest()
         names.append(parent)
     return tuple(names)
 

@@ -5,7 +5,7 @@ reaches the worker. An answer that is none (a list that cannot be read, a result
 would. What is stopped stays stopped; a binding retires once it retains nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from kvbus.ledger.binding import Binding
@@ -64,22 +64,35 @@ class Foreign:
             self.stop_lender(lender.name, f"{what} raised {error!r}")
             return None
 
-    def hear(self, binding: Binding) -> Sequence[Change]:
-        """Return what a backend lists, as far as it can be understood; at a word that cannot, the binding stops."""
-        heard: list[Change] = []
+    def hear(self, bindings: Iterable[Binding]) -> Iterator[tuple[Binding, Change]]:
+        """Ask each backend once, and yield what it lists, as far as it can be understood, before the next is asked.
+
+        At a word that cannot be understood, its binding stops; one that has let its memory go is not asked.
+        """
+        for binding in bindings:
+            if binding.hold_released:
+                continue
+            try:
+                said = binding.backend.changes() or None
+            except Exception as error:  # noqa: BLE001 - foreign code, contained to its binding
+                self.stop(binding, f"changes raised {error!r}")
+                continue
+            if said is not None:  # mostly there is nothing, and the question is asked in each pass of each round
+                for change in self._understood(binding, said):
+                    yield binding, change
+
+    def _understood(self, binding: Binding, said: Iterable[Change]) -> list[Change]:
+        understood: list[Change] = []
         try:
-            said = binding.backend.changes()
-            if not said:
-                return ()
             for change in said:
                 if fault := fault_of(change):
                     self.contradict(binding, 0, fault)
                     self.stop(binding, fault)
                 else:
-                    heard.append(change)
+                    understood.append(change)
         except Exception as error:  # noqa: BLE001 - foreign code, contained to its binding
             self.stop(binding, f"changes raised {error!r}")
-        return heard
+        return understood
 
     def progress(self, lender: Lender) -> Sequence[int]:
         """Let a lender advance and return the leases that it names; the domain stopped where it names anything else."""
@@ -185,7 +198,7 @@ class Foreign:
         return True
 
 
-_INT, _BOOL = {int}, {bool}
+_INT, _BOOL, _TUPLE = {int}, {bool}, {tuple}
 
 
 def fault_of(change: object) -> str:
@@ -217,6 +230,5 @@ def _is_mask(mask: object, length_bytes: object) -> bool:
 
 def _is_whole(view: LeaseView) -> bool:
     """Tell whether the columns of a view are columns, and of one length."""
-    pages, counters, names, ordinals = view.pages, view.counters, view.names, view.ordinals
-    are_tuples = type(pages) is tuple and type(counters) is tuple and type(names) is tuple and type(ordinals) is tuple
-    return are_tuples and len(pages) == len(counters) == len(names) == len(ordinals)
+    columns = (view.pages, view.counters, view.names, view.ordinals)
+    return set(map(type, columns)) == _TUPLE and len(set(map(len, columns))) == 1

@@ -148,10 +148,8 @@ class LeaseHolder:
     def collect(self) -> LeaseFacts:
         """Return the facts of everything that changed since the last call; an idle call asks each backend once."""
         foreign = self._foreign
-        for binding in foreign.bindings.values():
-            if not binding.hold_released:
-                for change in foreign.hear(binding):
-                    self._observe(binding, change)
+        for binding, change in foreign.hear(foreign.bindings.values()):
+            self._observe(binding, change)
         if not self.has_news:
             return LeaseFacts()
         facts = batch_of(self._changed.values(), foreign.details, self._rows)
@@ -219,7 +217,7 @@ class LeaseHolder:
             if not binding.hold_released:
                 backend = binding.backend
                 foreign.call(binding, "shutdown", lambda backend=backend: backend.shutdown(share_s))  # type: ignore[misc]
-                for change in foreign.hear(binding):
+                for _, change in foreign.hear((binding,)):
                     self._observe(binding, change)
         self.settle([ticket for ticket, held in self._held.items() if held.bits & Fact.ACCESS_ENDED])
         self.finish()

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import compress
 
 from kvbus.errors import LedgerContradictionError
 
@@ -115,7 +116,7 @@ class PageAllocator:
 
     def pages_in(self, state: PageState) -> set[int]:
         """Return the pages in a state; O(pages), for checks and tests."""
-        return {page for page, value in enumerate(self._states) if value == state}
+        return set(compress(range(len(self._states)), map(state.__eq__, self._states)))
 
     def reachable(self, pages: Iterable[int]) -> list[int]:
         """Return those of the pages that could be taken now."""

@@ -14,6 +14,7 @@ thread, which orders memory on both sides. On x86, stores are seen in the order 
 machines the kernel's locks in `send` and `recv` give the release and the acquire.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from kvbus.errors import LedgerContradictionError
 
 RECORD_BYTES: Final = 32
+_RECORD: Final = struct.Struct("<4Q")
 _WORDS: Final = RECORD_BYTES // 8
 _EPOCH, _COUNTER, _EPOCH_COMPLEMENT, _COUNTER_COMPLEMENT = range(_WORDS)
 _ALL_ONES: Final = (1 << 64) - 1
@@ -46,9 +48,7 @@ def decode(record: bytes | bytearray | memoryview) -> Generation | None:
     """Return the generation in a record of 32 bytes, or None where it is torn; ValueError for another length."""
     if len(record) != RECORD_BYTES:
         raise ValueError(f"a generation record has {RECORD_BYTES} bytes, got {len(record)}")
-    epoch, counter, epoch_complement, counter_complement = (
-        int.from_bytes(record[offset : offset + 8], "little") for offset in range(0, RECORD_BYTES, 8)
-    )
+    epoch, counter, epoch_complement, counter_complement = _RECORD.unpack(record)
     if epoch ^ epoch_complement != _ALL_ONES or counter ^ counter_complement != _ALL_ONES:
         return None
     return Generation(epoch, counter)

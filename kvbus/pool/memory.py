@@ -98,7 +98,9 @@ class PoolMemory:
         self._layout = layout
         self._plan = plan
         self._is_exported = False
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
+        self._bytes: NDArray[np.uint8] | None = None
+        self._pages: NDArray[np.uint8] | None = None
+        self._map_bytes()
         self._fingerprint = layout.fingerprint()
         self._generations = Generations(self._table(), epoch)
         self._digests = PageDigests(self._generations, plan.page_count)
@@ -221,10 +223,12 @@ class PoolMemory:
 
     def page_bytes(self, page: int) -> NDArray[np.uint8]:
         """Return the content of a page as bytes, a view without its padding; IndexError outside the pool."""
-        if not 0 <= page < self._plan.page_count:
+        if self._pages is None:
+            raise _closed()
+        if not 0 <= page < len(self._pages):
             raise IndexError(f"page {page} is outside the pool of {self._plan.page_count} pages")
-        start = self._plan.pages_offset + page * self._plan.page_stride
-        return self._whole()[start : start + self._plan.page_bytes]
+        content: NDArray[np.uint8] = self._pages[page]
+        return content
 
     def page_array(self, page: int) -> NDArray[np.generic]:
         """Return the content of a page as the layout's elements in the layout's shape, a view."""
@@ -244,13 +248,13 @@ class PoolMemory:
         if self._bytes is None:
             return Closing.UNMAPPED
         table = self._generations.map_to(None)
-        self._bytes = None
+        self._bytes = self._pages = None
         writable = table is not None and table.flags.writeable
         del table
         try:
             self._mapping.close()
         except BufferError:
-            self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+            self._map_bytes()
             table = self._table()
             table.flags.writeable = writable
             self._generations.map_to(table)
@@ -258,15 +262,25 @@ class PoolMemory:
         self._close_fd()
         return Closing.UNMAPPED
 
+    def _map_bytes(self) -> None:
+        plan = self._plan
+        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        rows = self._bytes[plan.pages_offset :].reshape(plan.page_count, plan.page_stride)
+        self._pages = rows[:, : plan.page_bytes]
+
     def _whole(self) -> NDArray[np.uint8]:
         if self._bytes is None:
-            raise ValueError("the pool was closed")
+            raise _closed()
         return self._bytes
 
     def _table(self) -> NDArray[np.uint64]:
         start = self._plan.generations_offset
         end = start + RECORD_BYTES * self._plan.page_count
         return self._whole()[start:end].view(np.uint64).reshape(self._plan.page_count, RECORD_BYTES // 8)
+
+
+def _closed() -> ValueError:
+    return ValueError("the pool was closed")
 
 
 def _require_memory(plan: PoolPlan) -> None:
