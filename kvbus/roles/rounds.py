@@ -16,6 +16,8 @@ from kvbus.ledger.holder import LeaseHolder
 
 PASSES_MAX = 8
 """A lease goes from taken to returned in four passes; what is still changing after eight waits for the next round."""
+_DECIDED = Fact.RETURNED | Fact.SETTLED
+_ACCESS_ENDED = int(Fact.ACCESS_ENDED)
 
 
 class FactsSink(Protocol):
@@ -140,14 +142,14 @@ class Rounds:
             # Also what goes back at a shutdown without the others: a share that was given up is promised no more (P11).
             if self.group is not None and self.group.note(ticket, bits, lo, hi):
                 continue
-            if bits & (Fact.RETURNED | Fact.SETTLED):
+            if bits & _DECIDED:
                 continue
             party_key = (self._member, self._epoch, ticket)
             decision = self.agreement.report(party_key, bits, lo=lo, hi=hi)
             if decision is not None:
                 self._sink.decision(decision)
                 self.apply(decision)
-            elif bits & Fact.ACCESS_ENDED and bits & RESULT_BITS and not self.agreement.awaits(party_key):
+            elif bits & _ACCESS_ENDED and bits & RESULT_BITS and not self.agreement.awaits(party_key):
                 tickets.append(ticket)
         return tickets
 

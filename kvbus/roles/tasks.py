@@ -14,10 +14,18 @@ def unheard(_text: str) -> None:
     """Do nothing more about a fault: the log has it, and nothing waits for the task."""
 
 
-def started(work: Coroutine[object, object, None], *, name: str, on_fault: OnFault = unheard) -> asyncio.Task[None]:
+def started(
+    work: Coroutine[object, object, None],
+    *,
+    name: str,
+    on_fault: OnFault = unheard,
+    on_end: Callable[[asyncio.Task[None]], object] | None = None,
+) -> asyncio.Task[None]:
     """Run something as a task; what it raises is a fault of ours, since what may go wrong ends it in words."""
 
     def ended(task: asyncio.Task[None]) -> None:
+        if on_end is not None:  # here, since each callback of a task takes a turn of the loop
+            on_end(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("a fault in the task %r", name, exc_info=error)
@@ -44,9 +52,8 @@ class Tasks:
         self, work: Coroutine[object, object, None], *, name: str, on_fault: OnFault = unheard
     ) -> asyncio.Task[None]:
         """Run something until it ends or `close` ends it."""
-        task = started(work, name=name, on_fault=on_fault)
+        task = started(work, name=name, on_fault=on_fault, on_end=self._open.discard)
         self._open.add(task)
-        task.add_done_callback(self._open.discard)
         return task
 
     async def wait(self, wait_s: float) -> int:
