@@ -86,11 +86,9 @@ def request_hash(*, model: str, salt: str, source: str, prompt: bytes) -> str:
     It covers the model, the cache salt and the source beside the canonical prompt bytes: the same words for another
     model or from another source are another request.
     """
-    digest = hashlib.blake2b(digest_size=16, person=b"kvbus-request")
-    for piece in (model.encode(), salt.encode(), source.encode(), prompt):
-        digest.update(len(piece).to_bytes(8, "little"))
-        digest.update(piece)
-    return digest.hexdigest()
+    pieces = (model.encode(), salt.encode(), source.encode(), prompt)
+    covered = b"".join(part for piece in pieces for part in (len(piece).to_bytes(8, "little"), piece))
+    return hashlib.blake2b(covered, digest_size=16, person=b"kvbus-request").hexdigest()
 
 
 def epoch_from(counter: int, nonce: int) -> int:

@@ -381,7 +381,8 @@ class LeaseHolder:
 
     def _contain_stopped_lenders(self) -> None:
         """Retain what a stopped lender lent: its pages are in no known state (contract 7)."""
-        if newly_stopped := self._foreign.stopped_lenders.keys() - self._contained:
+        if len(self._foreign.stopped_lenders) > len(self._contained):  # none of them starts again
+            newly_stopped = self._foreign.stopped_lenders.keys() - self._contained
             self._contained |= newly_stopped
             for held in self._held.values():
                 if held.lender in newly_stopped:

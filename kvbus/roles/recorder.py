@@ -261,9 +261,8 @@ class Recorder:
                     log.error("the outbox is full (%d bytes): facts are being lost", self._queued_bytes)
                 return
             self._queued_bytes -= freed_bytes
-        if not lane.queue:
+        if not lane.queue:  # else it is awake, or sleeps until a decision is stored
             self._emptied.clear()
-        if lane.asleep is not None:  # it is awake nearly always
             lane.wake()
         lane.queue.append(Outgoing(data, self._sequence, kind))
         self._queued_bytes += length_bytes

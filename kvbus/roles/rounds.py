@@ -124,13 +124,14 @@ class Rounds:
     def _pass(self) -> bool:
         holder = self.holder
         facts = holder.collect()
+        has_facts = bool(facts)
         self.statistics.rounds += 1
-        if facts:
+        if has_facts:
             self._sink.facts(facts)
             holder.settle(self._agree(facts))
         holder.advance()
         holder.finish()
-        if facts:
+        if has_facts:
             self._tell(facts)
         return holder.has_work
 
