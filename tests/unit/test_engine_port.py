@@ -398,6 +398,19 @@ def next_frame(by_hand: BlockingLink) -> Frame:
     return frame
 
 
+async def test_what_a_lost_engine_had_still_sent_pins_nothing(tmp_path: Path) -> None:
+    """Its process may be known to be dead already: nobody would ever give back what it asks for then."""
+    worker = Worker(tmp_path)
+    await worker.port.start()
+    engine = hello_by_hand(worker.path)
+    assert (await asyncio.to_thread(next_frame, engine))["op"] == "welcome"
+    for number in range(1, 4):  # they lie in the socket when the port hangs up: it has had no turn to read them
+        engine.send("match", number, ids=struct.pack("<16I", *range(16)), salt="")
+    assert await worker.port.close(budget_s=0.05) is False
+    worker.desk.check_nothing_held()
+    engine.close()
+
+
 async def test_the_pages_of_an_engine_that_only_closed_its_socket_stay_its_own(tmp_path: Path) -> None:
     """A closed socket is no evidence: the process may still be writing (P6)."""
     worker = Worker(tmp_path)
