@@ -21,7 +21,9 @@ Plain = Callable[[object], object]
 
 _FREE: defaultdict[Plain | None, list[msgpack.Packer]] = defaultdict(list)
 """Packers that nobody uses now. Each has a buffer of 256 KiB, which grows to its longest message, and packs one at a
-time; there are as many as have packed at once."""
+time."""
+_FREE_MAX = 4
+"""Of one kind: a message within another, in two threads; more that packed at once are let go."""
 
 
 def pack(document: dict[str, object], plain: Plain | None = None) -> bytes:
@@ -32,7 +34,8 @@ def pack(document: dict[str, object], plain: Plain | None = None) -> bytes:
     except IndexError:
         packer = msgpack.Packer(default=plain, use_bin_type=True)
     packed: bytes = packer.pack(document)
-    free.append(packer)  # where it has raised, it is not used again
+    if len(free) < _FREE_MAX:  # where it has raised, it is not used again
+        free.append(packer)
     return packed
 
 

@@ -321,7 +321,7 @@ def _complaints_on_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[LOG_FILE]
+        os.environ.pop(LOG_FILE, None)  # another thread may have loaded it at the same time
 
 
 def _wheel_path() -> str:

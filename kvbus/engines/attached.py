@@ -87,8 +87,14 @@ class AttachedEngine:
         return AttachedStatistics(calls=self._made, in_flight=len(self._calls), refused=self._refused)
 
     def handle(self, frame: Frame) -> None:
-        """Take one frame from the engine; PeerError where it makes no sense, after which the engine is to be lost."""
+        """Take one frame from the engine; PeerError where it makes no sense, after which the engine is to be lost.
+
+        Of what a lost engine had still sent only its own word that it touches something no more is taken (contract 45):
+        what it asks for nobody would give back, since its process may be known to be dead already.
+        """
         op, request_id = link.text(frame, "op"), link.number(frame, "id")
+        if self._lost is not None and op not in _GIVES_BACK:
+            return
         if op in link.REPLIES:
             self._handle_reply(request_id, frame)
             return
@@ -202,3 +208,4 @@ _ENGINE_REQUESTS: dict[str, Callable[[Desk, Frame], _Ask]] = {
     "release": _giving_back("release", "handle"),
     "forget": _forget,
 }
+_GIVES_BACK = frozenset({"commit", "abandon", "release"})

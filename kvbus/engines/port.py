@@ -242,8 +242,6 @@ class EnginePort:
         try:
             self._on_engine(engine.hello)
             while (received := await connection.receive()) is not None:
-                if self._engine is not engine:  # lost: what it asks for now, nobody would ever give back
-                    break
                 engine.handle(received)
         except PeerError as error:
             reason = f"the engine broke the protocol: {error}"

@@ -143,7 +143,7 @@ class LeaseHolder:
         self._touch(held)
         return ""
 
-    # ---------------------------------------------------------------------------------------------------- the round
+    # --------------------------------------------------------------------------------------- the round, and looking
 
     def collect(self) -> LeaseFacts:
         """Return the facts of everything that changed since the last call; an idle call asks each backend once."""

@@ -105,7 +105,10 @@ class Lender(Protocol):
         """A name for facts and texts."""
 
     def progress(self) -> Sequence[int]:
-        """Grant or fail what can be granted or failed now; return the ids of the leases that changed."""
+        """Grant or fail what can be granted or failed now; return the ids of the leases that changed.
+
+        Asked after anything changed here, and at each tick of the worker.
+        """
 
 
 @dataclass(frozen=True, slots=True)

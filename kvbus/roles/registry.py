@@ -119,6 +119,10 @@ def _stored_epoch(value: bytes) -> int:
     return epoch if 0 < epoch_counter(epoch) < EPOCH_COUNTER_MAX else 0  # whoever may write there may write others
 
 
+READ_ONCE_MAX_BYTES = 8 << 10
+"""Of a record that is kept as it was read; those of members have less than one KiB, so 64 of them bound the memory."""
+
+
 @lru_cache(maxsize=64)  # each destination asks again and again, and a record is written anew each three seconds
 def _read(record: bytes) -> Event:
     return decode(record)
@@ -135,7 +139,7 @@ async def lookup(bus: Bus, instance: str) -> list[Registered]:
         if entry is None:
             continue
         try:
-            event = _read(entry.value)
+            event = _read(entry.value) if len(entry.value) <= READ_ONCE_MAX_BYTES else decode(entry.value)
         except PeerError as error:
             log.warning("registry record %s is unreadable: %s", key, error)
             continue

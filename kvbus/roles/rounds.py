@@ -82,7 +82,7 @@ class Rounds:
     def run(self) -> None:
         """Run passes until nothing is left to do; a call from inside a pass asks for one more instead.
 
-        What a backend or a lender has to say later on, it wakes the worker for.
+        What a backend has to say later on it wakes the worker for; a lender is asked again after a change or a tick.
         """
         if self._running:
             self._again = True

@@ -195,7 +195,7 @@ async def test_two_hundred_mixed_requests_give_no_wrong_answer_and_leave_nothing
         ended.set()
         await looking
     left = load.became["left mid-stream"] + load.became["left at some moment"]
-    assert left >= REQUESTS / 5, load.became
+    assert left >= REQUESTS / 10, load.became  # those who leave after some seconds may have their answer before
     assert load.became["transfer accepted"] >= 5, load.became
     assert looks >= 10
     tiny.at_rest()

@@ -105,14 +105,15 @@ def test_what_cannot_be_a_message_cannot_be_packed() -> None:
         pack({"a": 2**64})
 
 
-def test_a_message_that_is_packed_within_another_leaves_both_whole() -> None:
-    def plain(value: object) -> object:
-        assert isinstance(value, complex)
-        return pack({"of": value.real, "far": value.imag}, plain)
+def part_of(value: object) -> object:
+    assert isinstance(value, complex)
+    return pack({"of": value.real, "far": value.imag}, part_of)
 
+
+def test_a_message_that_is_packed_within_another_leaves_both_whole() -> None:
     inner = pack({"of": 1.0, "far": 2.0})
     for _ in range(2):
-        assert unpack(pack({"a": 1, "b": 1 + 2j, "c": [1 + 2j]}, plain)) == {"a": 1, "b": inner, "c": [inner]}
+        assert unpack(pack({"a": 1, "b": 1 + 2j, "c": [1 + 2j]}, part_of)) == {"a": 1, "b": inner, "c": [inner]}
     with pytest.raises(TypeError):
         pack({"a": "begun", "b": object()})
     assert unpack(pack({"a": 1})) == {"a": 1}

@@ -398,14 +398,20 @@ def next_frame(by_hand: BlockingLink) -> Frame:
     return frame
 
 
-async def test_what_a_lost_engine_had_still_sent_pins_nothing(tmp_path: Path) -> None:
-    """Its process may be known to be dead already: nobody would ever give back what it asks for then."""
-    worker = Worker(tmp_path)
+async def test_what_a_lost_engine_had_still_sent_pins_nothing_and_gives_back(tmp_path: Path) -> None:
+    """Its process may be known to be dead already: nobody would ever give back what it asks for then (contract 45)."""
+    worker, ids = Worker(tmp_path), struct.pack("<16I", *range(16))
     await worker.port.start()
     engine = hello_by_hand(worker.path)
     assert (await asyncio.to_thread(next_frame, engine))["op"] == "welcome"
-    for number in range(1, 4):  # they lie in the socket when the port hangs up: it has had no turn to read them
-        engine.send("match", number, ids=struct.pack("<16I", *range(16)), salt="")
+    engine.send("match", 1, ids=ids, salt="")
+    matched = await asyncio.to_thread(next_frame, engine)
+    engine.send("alloc", 2, handle=matched["handle"], first_block=0, count=2)
+    write = (await asyncio.to_thread(next_frame, engine))["write"]
+    # These lie in the socket when the port hangs up: it has had no turn to read them.
+    engine.send("match", 3, ids=ids, salt="")
+    engine.send("commit", 4, write=write)
+    engine.send("release", 5, handle=matched["handle"])
     assert await worker.port.close(budget_s=0.05) is False
     worker.desk.check_nothing_held()
     engine.close()

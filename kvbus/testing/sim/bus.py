@@ -81,7 +81,7 @@ class SimBus:
         answered = partial(self._answered, answer, broker.life)
         if not self.hole and not broker.send(Delivery(subject, data), answered):
             return NoAnswer("nobody_listens")
-        timer = broker.loop.call_later(wait_s, _settle, answer, NoAnswer("late"))
+        timer = broker.loop.call_later(wait_s, _resolve, answer, NoAnswer("late"))
         try:
             return await answer
         finally:
@@ -113,7 +113,7 @@ class SimBus:
                 return [_SimWork(self, one) for one in given]
             more = self.broker.await_work(subject_filter)
             wake_s = max(0.001, min(left_s, self.broker.due_s(subject_filter)))
-            timer = loop.call_later(wake_s, _settle, more, None)
+            timer = loop.call_later(wake_s, _resolve, more, None)
             try:
                 await more
             finally:
@@ -234,7 +234,7 @@ class SimBus:
 
     def _bring(self, answer: "asyncio.Future[bytes | NoAnswer]", said: bytes) -> None:
         if self.connected:
-            _settle(answer, said)
+            _resolve(answer, said)
 
     def _listen(self, listener: "_Listener") -> "_Listener":
         self._listeners.append(listener)
@@ -341,6 +341,6 @@ class _SimWork:
             raise BusError("this work has ended; a second ack could end another's", subject=self._waiting.subject)
 
 
-def _settle(future: "asyncio.Future[T]", value: T) -> None:
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
     if not future.done():
         future.set_result(value)

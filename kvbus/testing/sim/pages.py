@@ -12,5 +12,7 @@ def views(memory: PoolMemory, pages: Sequence[int]) -> Iterator[memoryview]:
     """Yield the bytes of these pages, writable; whoever kept one would keep the pool from being unmapped."""
     whole, first, stride = memory.whole.data, memory.pages_offset, memory.page_stride
     for page in pages:
+        if not 0 <= page < memory.page_count:
+            raise IndexError(f"page {page} of a pool of {memory.page_count}")
         at = first + stride * page
         yield whole[at : at + PAGE_BYTES]

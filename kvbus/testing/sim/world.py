@@ -18,8 +18,8 @@ from kvbus.testing.sim.truth import Truth
 
 CHECK_STEPS = 1_000
 CHECK_STEPS_PER_MEMBER = 25
-"""All of the state is checked once in so many steps, what a step touched after each. Where more than forty members
-share the steps, once in so many of each: looking at a thousand that have not moved costs, and shows nothing."""
+"""All of the state is checked once in so many steps, what a step touched after each that ran a round. Where more than
+forty members share the steps, once in so many of each: looking at a thousand that have not moved shows nothing."""
 REST_S = 240.0
 """Virtual seconds that everything may take to come to rest: eight times the longest stalled get."""
 REST_LOOK_S = 1.0
