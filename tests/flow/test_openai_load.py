@@ -162,7 +162,7 @@ def requests(load: Load, known: Sequence[Case], pick: random.Random) -> list[asy
             work = (
                 load.streamed(case, model, pick.randrange(1, 4))
                 if leaves_early
-                else load.impatient(case, model, pick.uniform(0.0, 10.0))
+                else load.impatient(case, model, pick.uniform(0.0, 4.0))
             )
         elif number % 3 == 1:
             work = load.whole(case, model)
@@ -195,7 +195,7 @@ async def test_two_hundred_mixed_requests_give_no_wrong_answer_and_leave_nothing
         ended.set()
         await looking
     left = load.became["left mid-stream"] + load.became["left at some moment"]
-    assert left >= REQUESTS / 10, load.became  # those who leave after some seconds may have their answer before
+    assert left >= REQUESTS / 5, load.became
     assert load.became["transfer accepted"] >= 5, load.became
     assert looks >= 10
     tiny.at_rest()
