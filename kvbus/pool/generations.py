@@ -62,9 +62,11 @@ class Generations:
     """
 
     def __init__(self, table: NDArray[np.uint64], epoch: int) -> None:
-        self._mapped: NDArray[np.uint64] | None = table
         self._epoch = epoch
         self._counters = [0] * len(table)
+        self._mapped: NDArray[np.uint64] | None = None
+        self._columns: tuple[memoryview, memoryview] | None = None
+        self.map_to(table)
 
     def __repr__(self) -> str:
         return f"<Generations pages={len(self._counters)} epoch={self._epoch}>"
@@ -77,6 +79,8 @@ class Generations:
     def map_to(self, table: NDArray[np.uint64] | None) -> NDArray[np.uint64] | None:
         """Use another view of the same table, or none while the pool is unmapped; return the one used until now."""
         before, self._mapped = self._mapped, table
+        # Plain views: most leases have few pages, and an array for each costs more than the stores themselves.
+        self._columns = None if table is None else (table[:, _COUNTER].data, table[:, _COUNTER_COMPLEMENT].data)
         return before
 
     def format(self) -> None:
@@ -88,18 +92,29 @@ class Generations:
 
     def raise_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Make the pages' counters odd, each larger than ever before, and return them (P1: before the first byte)."""
-        raised = tuple([counter + 1 + counter % 2 for counter in self.counters(pages)])
-        self._store(pages, raised, (_COUNTER, _COUNTER_COMPLEMENT))
+        raised = self.counters(pages)
+        if raised:
+            own, (counters, complements) = self._counters, self._stored()
+            raised = tuple([counter + 1 + counter % 2 for counter in raised])
+            for page, counter in zip(pages, raised, strict=True):
+                counters[page] = counter
+                complements[page] = counter ^ _ALL_ONES
+                own[page] = counter
         return raised
 
     def seal_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Make the pages' counters even and return them (P1: after the last byte); each must be odd."""
-        counters = self.counters(pages)
-        for page, counter in zip(pages, counters, strict=True):
+        sealed = self.counters(pages)
+        for page, counter in zip(pages, sealed, strict=True):
             if counter % 2 == 0:
                 raise LedgerContradictionError("a page is sealed that nobody writes", page=page, counter=counter)
-        sealed = tuple([counter + 1 for counter in counters])
-        self._store(pages, sealed, (_COUNTER_COMPLEMENT, _COUNTER))
+        if sealed:
+            own, (counters, complements) = self._counters, self._stored()
+            sealed = tuple([counter + 1 for counter in sealed])
+            for page, counter in zip(pages, sealed, strict=True):
+                complements[page] = counter ^ _ALL_ONES
+                counters[page] = counter
+                own[page] = counter
         return sealed
 
     def counters(self, pages: Sequence[int]) -> tuple[int, ...]:
@@ -112,13 +127,11 @@ class Generations:
 
     def check(self) -> None:
         """Raise LedgerContradictionError where the shared table differs from the worker's counters."""
-        counters = np.array(self._counters, dtype=np.uint64)
         expected = np.empty_like(self._table)
         expected[:, _EPOCH] = self._epoch
-        expected[:, _COUNTER] = counters
-        expected[:, _EPOCH_COMPLEMENT] = self._epoch ^ _ALL_ONES
-        expected[:, _COUNTER_COMPLEMENT] = ~counters
-        if not np.array_equal(expected, self._table):
+        expected[:, _COUNTER] = self._counters
+        np.invert(expected[:, :_EPOCH_COMPLEMENT], out=expected[:, _EPOCH_COMPLEMENT:])
+        if expected.tobytes() != self._table.tobytes():
             page = int(np.flatnonzero((expected != self._table).any(axis=1))[0])
             raise LedgerContradictionError(
                 "the generation table was changed from outside",
@@ -130,16 +143,15 @@ class Generations:
     @property
     def _table(self) -> NDArray[np.uint64]:
         if self._mapped is None:
-            raise ValueError("the pool was closed")
+            raise _closed()
         return self._mapped
 
-    def _store(self, pages: Sequence[int], counters: Sequence[int], order: tuple[int, int]) -> None:
-        if not pages:
-            return
-        rows = np.array(pages, dtype=np.intp)
-        words = np.array(counters, dtype=np.uint64)
-        table, own = self._table, self._counters
-        for column in order:  # a view of the column first: storing by two indexes at once takes twice as long
-            table[:, column][rows] = words if column == _COUNTER else ~words
-        for page, counter in zip(pages, counters, strict=True):
-            own[page] = counter
+    def _stored(self) -> tuple[memoryview, memoryview]:
+        """Return the table's columns of counters and of their complements."""
+        if self._columns is None:
+            raise _closed()
+        return self._columns
+
+
+def _closed() -> ValueError:
+    return ValueError("the pool was closed")

@@ -189,7 +189,9 @@ class PoolMemory:
     @property
     def address(self) -> int:
         """The first byte's address in this process."""
-        return int(self._whole().ctypes.data)
+        if self._bytes is None:
+            raise _closed()
+        return self._address
 
     @property
     def page_count(self) -> int:
@@ -265,6 +267,7 @@ class PoolMemory:
     def _map_bytes(self) -> None:
         plan = self._plan
         self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._address = int(self._bytes.ctypes.data)
         rows = self._bytes[plan.pages_offset :].reshape(plan.page_count, plan.page_stride)
         self._pages = rows[:, : plan.page_bytes]
 

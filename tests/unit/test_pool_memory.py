@@ -148,7 +148,7 @@ def test_an_attached_pool_shows_the_same_bytes_and_generations(pool: PoolMemory)
 @pytest.mark.contract("P1")
 def test_an_engine_cannot_raise_generations_nor_a_reader_write_pages(pool: PoolMemory) -> None:
     engine = PoolMemory.attach(os.dup(pool.fd), writable=True)
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(TypeError, match="read-only"):
         engine.generations.raise_pages([0])
     reader = PoolMemory.attach(os.dup(pool.fd), writable=False)
     with pytest.raises(ValueError, match="read-only"):

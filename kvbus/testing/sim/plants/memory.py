@@ -66,11 +66,12 @@ def skip_generation() -> Sequence[Change]:
 @plant("a page's counter begins again", "P1, contract 48", check="lender")
 def restart_counter() -> Sequence[Change]:
     """Count from the beginning with each new content of a page."""
+    raise_pages = Generations.raise_pages
 
     def from_one(self: Generations, pages: Sequence[int]) -> tuple[int, ...]:
-        raised = (1,) * len(pages)
-        self._store(pages, raised, (1, 3))
-        return raised
+        for page in pages:
+            self._counters[page] = 0
+        return raise_pages(self, pages)
 
     return [(Generations, "raise_pages", from_one)]
 
