@@ -1,7 +1,6 @@
 """How the lender says no: argument faults raise before anything changes, refusals are values with numbers."""
 
 from collections.abc import Sequence
-from operator import lt
 from typing import Final
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvbus.pool.allocator import PageStatistics
 ORDINAL_MAX: Final = (1 << 32) - 1
 """Bounds travel as u32."""
 
-_BOOL: Final = {bool}
+_BOOLS: Final = {bool, np.bool_}
 _BYTES: Final = {bytes}
 _LENGTH: Final = {NAME_LENGTH_BYTES}
 
@@ -50,21 +49,16 @@ def not_whole(asked: int, held: int) -> LeaseFailure:
 
 def require_names(names: Sequence[bytes]) -> None:
     """Raise TypeError or ValueError unless these are page names, each once."""
-    if set(map(type, names)) <= _BYTES and set(map(len, names)) <= _LENGTH and len(set(names)) == len(names):
-        return  # the slow words below say what is wrong with others
-    for kind in set(map(type, names)) - {bytes}:
-        raise TypeError(f"a page name is a {kind.__name__}, expected bytes")
-    for length in set(map(len, names)) - {NAME_LENGTH_BYTES}:
-        raise ValueError(f"a page name has {length} bytes, expected {NAME_LENGTH_BYTES}")
+    if others := set(map(type, names)) - _BYTES:
+        raise TypeError(f"a page name is a {others.pop().__name__}, expected bytes")
+    if lengths := set(map(len, names)) - _LENGTH:
+        raise ValueError(f"a page name has {lengths.pop()} bytes, expected {NAME_LENGTH_BYTES}")
     if len(set(names)) != len(names):
         raise ValueError("a page name stands twice in one lease: send each block once")
 
 
 def require_ordinals(ordinals: Sequence[int]) -> None:
     """Raise TypeError or ValueError unless these are block positions in ascending order."""
-    ascends = set(map(type, ordinals)) <= {int} and all(map(lt, ordinals, ordinals[1:]))
-    if ascends and (not ordinals or 0 <= ordinals[0] <= ordinals[-1] <= ORDINAL_MAX):
-        return  # the slow words below say what is wrong with others
     before = -1
     for ordinal in ordinals:
         if type(ordinal) is not int:
@@ -83,15 +77,21 @@ def require_pages(pages: Sequence[int], page_count: int) -> None:
 
 def require_mask(arrived: object, rows: int) -> tuple[bool, ...]:
     """Return the mask as plain bools; TypeError or ValueError unless it holds one bool for each row (contract 14)."""
-    if type(arrived) is tuple and set(map(type, arrived)) <= _BOOL and len(arrived) == rows:
-        return arrived  # the slow words below take other kinds, and say what is wrong
+    mask = arrived if type(arrived) is tuple else _rows_of(arrived)
+    if not set(map(type, mask)) <= _BOOLS:
+        raise TypeError("the mask holds something else than bool: send one bool for each row")
+    if len(mask) != rows:
+        raise ValueError(f"the mask has {len(mask)} rows, the lease {rows}: send one bool for each")
+    return tuple(map(bool, mask))
+
+
+def _rows_of(arrived: object) -> Sequence[object]:
+    """Return the rows of a mask that is no tuple; TypeError for what is no mask at all."""
     if isinstance(arrived, np.ndarray):
         if arrived.dtype != np.bool_ or arrived.ndim != 1:
             raise TypeError(f"the mask is a {arrived.ndim}-dimensional array of {arrived.dtype}, expected bool")
-    elif isinstance(arrived, str | bytes) or not isinstance(arrived, Sequence):
+        rows: list[object] = arrived.tolist()
+        return rows
+    if isinstance(arrived, str | bytes) or not isinstance(arrived, Sequence):
         raise TypeError(f"the mask is a {type(arrived).__name__}, expected a sequence of bool")
-    elif not set(map(type, arrived)) <= {bool, np.bool_}:
-        raise TypeError("the mask holds something else than bool: send one bool for each row")
-    if len(arrived) != rows:
-        raise ValueError(f"the mask has {len(arrived)} rows, the lease {rows}: send one bool for each")
-    return tuple(map(bool, arrived))
+    return arrived
