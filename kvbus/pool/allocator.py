@@ -107,16 +107,17 @@ class PageAllocator:
 
     def pinned(self) -> dict[int, int]:
         """Return the pages that are pinned, each with its pins; O(pages), for checks."""
-        return {page: pins for page, pins in enumerate(self._pins) if pins}
+        return dict(compress(enumerate(self._pins), self._pins))
 
     def unclaimed(self, pages: Iterable[int]) -> int:
         """Return how many of the pages no peer takes up yet."""
         claims = self._claims
         return sum(1 for page in pages if not claims[page])
 
-    def pages_in(self, state: PageState) -> set[int]:
+    def pages_in(self, wanted: PageState) -> set[int]:
         """Return the pages in a state; O(pages), for checks and tests."""
-        return set(compress(range(len(self._states)), map(state.__eq__, self._states)))
+        number = int(wanted)
+        return {page for page, state in enumerate(self._states) if state == number}
 
     def reachable(self, pages: Iterable[int]) -> list[int]:
         """Return those of the pages that could be taken now."""
@@ -250,23 +251,24 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raise LedgerContradictionError where lists, states and counts disagree; O(pages)."""
-        in_state = [set[int]() for _ in PageState]
-        for page, state in enumerate(self._states):
-            in_state[state].add(page)
-        idle = {page for page in in_state[_CACHED] if not self._pins[page]}
-        pinned = self.pinned().keys()
+        states, claimed, free, idle = self._states, self._claims, list(self._free), list(self._idle)
+        pinned = self.pinned()
+        in_state = [states.count(state) for state in range(len(_STATES))]
+        pinned_in = bytes(map(states.__getitem__, pinned))
         claims: Sequence[bool] = (
-            set(self._free) == in_state[_FREE],
-            set(self._idle) == idle,
-            pinned <= in_state[_CACHED] | in_state[_QUARANTINED] | in_state[_FORGOTTEN],
-            in_state[_FORGOTTEN] <= pinned,
-            self._counts == [len(pages) for pages in in_state],
-            self._claimed == sum(1 for count in self._claims if count),
-            min(self._claims, default=0) >= 0,
+            # As many as there are, and none that is in another state: then those and no others.
+            len(free) == in_state[_FREE] and {_FREE}.issuperset(map(states.__getitem__, free)),
+            len(idle) == in_state[_CACHED] - pinned_in.count(_CACHED),
+            {_CACHED}.issuperset(map(states.__getitem__, idle)) and not any(map(self._pins.__getitem__, idle)),
+            {_CACHED, _QUARANTINED, _FORGOTTEN}.issuperset(pinned_in),
+            in_state[_FORGOTTEN] == pinned_in.count(_FORGOTTEN),
+            self._counts == in_state,
+            self._claimed == len(claimed) - claimed.count(0),
+            min(claimed, default=0) >= 0,
             min(self._pins, default=0) >= 0,
-            not any(self._claims[page] - self._bound.get(page, 0) for page in self._free),
-            all(self._claims[page] >= count > 0 for page, count in self._bound.items()),
-            all(self._claims[page] for page in in_state[_QUARANTINED]),
+            all(claimed[page] == self._bound.get(page) for page in filter(claimed.__getitem__, free)),
+            all(claimed[page] >= count > 0 for page, count in self._bound.items()),
+            all(claimed[page] for page in self.pages_in(PageState.QUARANTINED)),
         )
         if not all(claims):
             raise LedgerContradictionError("the pool's page lists disagree", claims=claims, counts=self._counts)

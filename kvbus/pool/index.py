@@ -62,5 +62,5 @@ class ReuseIndex:
 
     def check(self) -> None:
         """Raise LedgerContradictionError unless names and pages correspond one to one; O(names)."""
-        if {page: name for name, page in self._page_of.items()} != self._name_of:
+        if dict(zip(self._page_of.values(), self._page_of, strict=True)) != self._name_of:
             raise LedgerContradictionError("the reuse index is not one to one", names=len(self._page_of))
