@@ -139,32 +139,35 @@ class Side:
         return self.first + self.stride * self.pages[order]
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where the source has its generation records, and which ones its pages must have, row by row."""
+
+    offset: int
+    expected: Records
+
+
 def segments_of(
-    source: Side,
-    local: Side,
-    *,
-    page_bytes: int,
-    expected: Records,
-    limits: Limits,
-    with_runs: bool,
-    table_offset: int | None,
+    source: Side, local: Side | None, *, page_bytes: int, limits: Limits, table: Table | None
 ) -> Iterator[Segment]:
     """Yield the segments in prompt order; within one, rows are sorted by their place at the source.
 
-    `table_offset` is where the source has its generation records; without it the segments have no spans.
+    Without a local side the segments have no runs, and without the source's table no spans.
     """
     count = len(source.pages)
     rows_max = max(1, min(SEGMENT_ROWS_MAX, limits.segment_bytes // page_bytes))
     bounds = [*range(0, count, rows_max), count]
-    order = np.lexsort((source.pages, np.arange(count) // rows_max))
+    orders = [first + source.pages[first:end].argsort(kind="stable") for first, end in pairwise(bounds)]
     runs, run_bounds = Runs(), [0] * len(bounds)
-    if with_runs:
+    if local is not None:
+        order = np.concatenate(orders)
         runs, run_bounds = _runs(source.offsets(order), local.offsets(order), page_bytes, limits.run_bytes, bounds)
-    rows: list[int] = order.tolist()
-    for (first, end), (run, run_end) in zip(pairwise(bounds), pairwise(run_bounds), strict=True):
-        mine = order[first:end]
-        spans, records = ([], ()) if table_offset is None else _spans(source.pages[mine], table_offset)
-        yield Segment(tuple(rows[first:end]), runs.part(run, run_end), spans, records, expected[mine])
+    for mine, (run, run_end) in zip(orders, pairwise(run_bounds), strict=True):
+        rows, mine_runs = tuple(mine.tolist()), runs.part(run, run_end) if local else ()
+        if table is None:
+            yield Segment(rows, mine_runs, (), (), ())
+        else:
+            yield Segment(rows, mine_runs, *_spans(source.pages[mine], table.offset), table.expected[mine])
 
 
 def _runs(

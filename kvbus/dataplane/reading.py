@@ -23,6 +23,7 @@ from kvbus.dataplane.cutting import (
     Run,
     Segment,
     Side,
+    Table,
     expected_records,
     segments_of,
 )
@@ -137,15 +138,13 @@ class Plan:
         source's generation records where they stand.
         """
         pool, local = self.grant.pool, self.local
-        return segments_of(
-            Side(self.page_column(), pool.pages_offset, pool.page_stride),
-            Side(np.array(self.local_pages, dtype=np.int64), local.pages_offset, local.page_stride),
-            page_bytes=local.page_bytes,
-            expected=self.expected_records(),
-            limits=limits,
-            with_runs=with_runs,
-            table_offset=pool.generations_offset if with_spans else None,
-        )
+        source = Side(self.page_column(), pool.pages_offset, pool.page_stride)
+        target = table = None
+        if with_runs:
+            target = Side(np.array(self.local_pages, dtype=np.int64), local.pages_offset, local.page_stride)
+        if with_spans:
+            table = Table(pool.generations_offset, self.expected_records())
+        return segments_of(source, target, page_bytes=local.page_bytes, limits=limits, table=table)
 
     def page_column(self) -> Pages:
         """Return the granted pages, row by row."""
