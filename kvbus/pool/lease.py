@@ -73,6 +73,8 @@ class PoolLease:
         """Whether the reader may still read although the lease goes back (P5)."""
         self.forgotten = False
         """Whether all names were forgotten while the lease was out: what a write brings is no content then."""
+        self.lender: Final[Lender] = keeper
+        """Who lent the pages, and takes them back."""
         self._keeper = keeper
         self._first_ordinal = first_ordinal
         self._prompt_blocks = prompt_blocks
@@ -88,11 +90,6 @@ class PoolLease:
     def rank(self) -> int:
         """The rank whose pages these are."""
         return self._keeper.rank
-
-    @property
-    def lender(self) -> Lender:
-        """Who lent the pages, and takes them back."""
-        return self._keeper
 
     @property
     def counters(self) -> tuple[int, ...]:
