@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from kvbus.bus_access import DeniedError
 from kvbus.errors import BusError
 from kvbus.events import TransferOutcome
-from kvbus.handles import UNASKED, TransferHandle, Verdict
+from kvbus.handles import LOST, UNASKED, TransferHandle, Verdict
 
-PASSING_REASONS = ("draining:", "bus_unavailable:", "not_leading:", "waited:", "no instance ")
+ELECTION_REASONS = ("bus_unavailable:", "not_leading:")
+"""How a destination's refusals begin that an election explains, of brokers or of its own members: seconds, mostly."""
+PASSING_REASONS = (*ELECTION_REASONS, "draining:", "waited:", "no instance ")
 """How the refusals begin that pass: an instance that leaves, is away for a moment, or chooses who takes its requests;
 and a queue that was too long."""
 PASSING_FAILURES = frozenset(
@@ -65,6 +67,12 @@ def may_pass(verdict: Verdict, outcome: TransferOutcome | None) -> bool:
     return True
 
 
+def _is_electing(verdict: Verdict) -> bool:
+    """Whether a destination has refused because of an election; of what was lost on its way it said nothing."""
+    lost = verdict.reason in {UNASKED, LOST}
+    return verdict.verdict == "refused" and verdict.reason.startswith(ELECTION_REASONS) and not lost
+
+
 def _is_final(error: BusError) -> bool:
     """Whether another try would say the same: there are no rights, or no streams."""
     return isinstance(error, DeniedError) or error.details.get("code") == NO_SUCH_STREAM
@@ -98,6 +106,34 @@ async def ask_until(
             problem = str(error)
         say(problem)
         await asyncio.sleep(ASK_PAUSE_S)
+
+
+async def ended(
+    ask: Callable[[], Awaitable[TransferHandle]],
+    handle: TransferHandle,
+    *,
+    wait_s: float,
+    outcome_s: float,
+    say: Callable[[str], None] = _unsaid,
+) -> tuple[TransferHandle, Verdict, TransferOutcome | None]:
+    """Return how a request ends that was put, with the handle of the last try and its verdict.
+
+    It is put again while its destination refuses because of an election, until `wait_s` is over. Any other refusal ends
+    it, and so does that nobody can say whether it is queued. A try's outcome is waited for for `outcome_s`. `say` hears
+    why it is put again; BusError as of `ask_until`.
+    """
+    loop = asyncio.get_running_loop()
+    ends_at, pause_s = loop.time() + wait_s, PAUSE_S
+    while True:
+        verdict = await handle.verdict()
+        outcome = await handle.outcome(outcome_s) if verdict.hopeful else None
+        verdict = await handle.verdict(0.0)  # a refusal may have come late
+        if not _is_electing(verdict) or loop.time() + pause_s >= ends_at:
+            return handle, verdict, outcome
+        say(f"{verdict.verdict}: {verdict.reason}")
+        await asyncio.sleep(pause_s)
+        pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+        handle = await ask_until(ask, ends_at - loop.time(), say)
 
 
 async def staged(ask: Callable[[], Awaitable[TransferHandle]], *, budget_s: float, patience_s: float) -> Staged:

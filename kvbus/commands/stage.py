@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import click
+from rich.console import Console
 from rich.markup import escape
 
 from kvbus import tracing
@@ -28,7 +29,7 @@ from kvbus.commands.following import Followed, newest, progress_bar
 from kvbus.errors import BusError, ConfigError
 from kvbus.events import TransferOutcome
 from kvbus.handles import LOST, UNASKED
-from kvbus.patience import ask_until
+from kvbus.patience import ask_until, ended
 from kvbus.publisher import Publisher, TransferHandle, Verdict
 from kvbus.roles.registry import lookup
 from kvbus.topics import Topics
@@ -80,6 +81,9 @@ def stage(
       3  no outcome came in time: the request may still be served
       4  the destination was busy and did not take it on: try again later
 
+    While brokers elect a leader, or the destination's members do, it is asked again for as long as the budget; stderr
+    says why.
+
     A W3C trace context in $TRACEPARENT is carried to both sides.
     """  # noqa: D301 - click reads the sign itself
     prompt = _prompt(text, path, tokens_path, messages_path)
@@ -97,7 +101,7 @@ def stage(
 
 
 async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str, object], *, as_json: bool) -> int:
-    screen = console(as_json=as_json)
+    screen, notes = console(as_json=as_json), Console(stderr=True, highlight=False)
     source, destination = str(request["source"]), str(request["destination"])
     budget_s = float(str(request["budget"]))
     async with Publisher(bus=bus, topics=topics) as publisher:
@@ -114,15 +118,19 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
                 budget_s=budget_s,
             )
 
+        def say(why: str) -> None:
+            notes.print(f"[dim]{escape(why)}; asking again[/]", soft_wrap=True)
+
+        ends_at = asyncio.get_running_loop().time() + budget_s
         try:
-            handle = await ask_until(ask, budget_s, lambda why: screen.print(f"[dim]{escape(why)}; asking again[/]"))
+            handle = await ask_until(ask, budget_s, say)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if await _is_absent(bus, destination):
             screen.print(f"[yellow]no worker of {destination} is registered: the request waits in its queue[/]")
         async with progress_bar(bus, topics, Followed(destination, handle.request_hash, since_ns, after), screen):
-            verdict = await handle.verdict()
-            outcome = await handle.outcome(budget_s + SLACK_S) if verdict.hopeful else None
+            left_s = ends_at - asyncio.get_running_loop().time()
+            handle, verdict, outcome = await ended(ask, handle, wait_s=left_s, outcome_s=budget_s + SLACK_S, say=say)
     if as_json:
         print_document(_document(handle, verdict, outcome))
     screen.print(closing_line(handle, verdict, outcome), soft_wrap=True, markup=False)

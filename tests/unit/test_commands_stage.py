@@ -18,14 +18,15 @@ from kvbus.events import (
     LeaseGranted,
     OutcomeFixed,
     TransferOutcome,
+    TransferRequested,
     TransferStep,
     column,
     decode,
     encode,
 )
 from kvbus.handles import LOST, UNASKED, Verdict
-from kvbus.parts import Body
-from kvbus.patience import NO_SUCH_STREAM, ask_until
+from kvbus.parts import Body, Prompt
+from kvbus.patience import NO_SUCH_STREAM, ask_until, ended
 from kvbus.publisher import Publisher, TransferHandle
 from kvbus.testing.bus import MemoryBroker, MemoryBus
 from kvbus.topics import Topics
@@ -35,6 +36,9 @@ from tests.waiting import until
 HASH = "9f3c" + "0" * 28
 TRANSFER = "b-00000007-1"
 TOPICS = Topics()
+REQUEST = TransferRequested(
+    request_id="r.1", request_hash=HASH, requester="r", source="a", destination="b", prompt=Prompt(text="x")
+)
 
 
 def event(body: Body, *, instance: str = "b", member: str = "m0", at_ns: int = 5, number: int = 1) -> Event:
@@ -238,6 +242,81 @@ async def test_what_no_further_try_can_mend_is_said_at_once(error: BusError) -> 
         await ask_until(ask, 30, lambda _: None)
     assert raised.value is error
     assert tries == 1
+
+
+# ------------------------------------------------------------------------------- what the destination says, and when
+
+
+async def said_to(*verdicts: Verdict | None, wait_s: float = 30.0) -> tuple[Verdict, int, list[str]]:
+    """What comes of a request that is answered so, one try after the other; None: it may be queued or not, at first."""
+    left, notes, loop = list(verdicts), list[str](), asyncio.get_running_loop()
+
+    async def ask() -> TransferHandle:
+        handle, verdict = TransferHandle(REQUEST), left.pop(0)
+        if verdict is None:
+            handle.hear_unsure()
+            later = left.pop(0)
+            assert later
+            loop.call_soon(handle.hear_verdict, later)
+        else:
+            handle.hear_verdict(verdict)
+        return handle
+
+    handle = await ask_until(ask, wait_s)
+    handle, verdict, _ = await ended(ask, handle, wait_s=wait_s, outcome_s=0.1, say=notes.append)
+    assert await handle.verdict(0) == verdict, "the handle is that of the last try"
+    return verdict, len(verdicts) - len(left), notes
+
+
+ELECTING = Verdict("refused", "bus_unavailable: the registry did not answer")
+CHOOSING = Verdict("refused", "not_leading: m1 does not lead b now; ask again")
+TAKEN = Verdict("accepted", transfer=TRANSFER)
+
+
+async def test_a_request_is_put_again_while_an_election_is_why_it_was_refused() -> None:
+    verdict, tries, notes = await said_to(ELECTING, CHOOSING, TAKEN)
+    assert (verdict, tries) == (TAKEN, 3)
+    assert notes == [f"refused: {ELECTING.reason}", f"refused: {CHOOSING.reason}"]
+
+
+@pytest.mark.parametrize(
+    "final",
+    [
+        Verdict("refused", "source 'a' is not among those that 'b' allows (--allow a)"),
+        Verdict("refused", "no instance 'a' is registered: is its worker running?"),
+        Verdict("refused", "draining: b takes nothing new; ask another instance"),
+        Verdict("refused", LOST),  # it may be queued all the same: no later word may hide that
+        Verdict("skipped_busy", "bus_unavailable: 4 transfers are running"),
+        TAKEN,
+    ],
+)
+async def test_any_other_word_of_the_destination_is_the_answer(final: Verdict) -> None:
+    assert await said_to(ELECTING, final) == (final, 2, [f"refused: {ELECTING.reason}"])
+
+
+async def test_a_try_of_which_nobody_knows_whether_it_is_queued_is_waited_for() -> None:
+    verdict, _, _ = await said_to(ELECTING, None, TAKEN)
+    assert verdict == TAKEN
+
+
+async def test_a_refusal_that_comes_while_the_outcome_is_waited_for_is_heard() -> None:
+    first, second = TransferHandle(REQUEST), TransferHandle(REQUEST)
+    first.hear_unsure()  # so its verdict is not waited for
+    second.hear_verdict(TAKEN)
+    second.hear_outcome(outcome("settled"))
+
+    async def ask() -> TransferHandle:
+        return second
+
+    asyncio.get_running_loop().call_later(0.05, first.hear_verdict, ELECTING)
+    handle, verdict, told = await ended(ask, first, wait_s=30, outcome_s=30)
+    assert (handle, verdict, told) == (second, TAKEN, outcome("settled"))
+
+
+async def test_an_election_that_outlasts_the_wait_leaves_its_last_refusal() -> None:
+    verdict, tries, notes = await said_to(*[ELECTING] * 20, wait_s=1.5)
+    assert verdict == ELECTING
+    assert 1 < tries == len(notes) + 1 < 20
 
 
 # --------------------------------------------------------------------------------------------------------- statuses
