@@ -195,7 +195,7 @@ def _grant_refusal(hint: ReadOrder, order: Order, local: LocalPool) -> str | Non
     elif (asked.fingerprint, asked.page_bytes) != (local.fingerprint, local.page_bytes):
         return f"pages of layout {asked.fingerprint} were asked for, the registered pool has {local.fingerprint}"
     else:
-        expected = replace(asked, names_asked=min(asked.names_asked, rows))
+        expected = asked if asked.names_asked <= rows else replace(asked, names_asked=rows)
     return refusal(grant, expected) or _misplaced(grant, local)
 
 

@@ -40,11 +40,11 @@ class Fences:
 
     def note(self, pages: Sequence[int], salt: str | None) -> None:
         """Note of which salt the next content of these pages is; None: nobody said."""
-        if salt is not None:
-            self._salts.update(dict.fromkeys(pages, salt))
-        else:
-            for page in pages:
+        for page in pages:
+            if salt is None:
                 self._salts.pop(page, None)
+            else:
+                self._salts[page] = salt
 
     def raise_for(self, lease: PoolLease) -> LeaseFailure | None:
         """Fence the pages of a read lease, or return why that cannot be and change nothing; its release comes next."""
