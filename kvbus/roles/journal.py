@@ -56,7 +56,7 @@ def note_facts(facts: LeaseFacts) -> None:
             log.debug("%s lease of %d pages with %s", kind, len(row.pages), row.peer or "nobody", extra=about)
         elif isinstance(row, OutcomeRow):
             log.debug("attempt %d ended: %d pages arrived", row.attempt, row.arrived, extra={"ticket": row.ticket})
-    for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+    for ticket, _, bits, _, _ in facts.lines:
         if bits & Fact.RETURNED:
             evidence = ", ".join(name.removeprefix("evidence_") for name in fact_names(bits & EVIDENCE_BITS))
             log.debug("lease went back%s", f" by {evidence}" if evidence else "", extra={"ticket": ticket})

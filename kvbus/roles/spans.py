@@ -179,7 +179,7 @@ class Spans:
         for row in facts.rows:
             if isinstance(row, GrantedRow) and not row.writes:
                 self._granted_row(row)
-        for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+        for ticket, _, bits, _, _ in facts.lines:
             if lent := self._lent.get(ticket):
                 lent.bits |= bits
                 if bits & Fact.RETURNED:
