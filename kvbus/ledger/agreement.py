@@ -8,12 +8,12 @@ several members agree by `shares.py` and `council.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbus.ledger.facts import RESULT_BITS, Fact
 
 
-@dataclass(frozen=True, slots=True)
-class Party:
+class Party(NamedTuple):
     """One rank's share in a transfer: who, in which epoch, under which ticket of its own."""
 
     member: str
@@ -27,8 +27,7 @@ class Party:
         return self.member, self.epoch, self.ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What every member applies, in the order of `n`. `previous` chains it to the decision before (P15).
 
     kind `open`: these parties belong together. `settle`: this is agreed; lo and hi are the bounds in blocks that all

@@ -122,8 +122,7 @@ def fact_names(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in _NAMES if bits & bit)
 
 
-@dataclass(frozen=True, slots=True)
-class FactDetail:
+class FactDetail(NamedTuple):
     """What a failure was: its class, whom it concerns, and a sentence for people."""
 
     ticket: int

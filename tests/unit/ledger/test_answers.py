@@ -1,6 +1,5 @@
 """A lender's answer that cannot be one stops its domain, as an exception would; and what a batch's columns hold."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ class Odd(ListedLease):
 def view_of(rows: int, **changes: object) -> LeaseView:
     view = ListedLender().lend(Direction.WRITE, rows).poll()
     assert view is not None
-    return replace(view, **changes)  # type: ignore[arg-type] # some are wrong on purpose
+    return view._replace(**changes)  # type: ignore[arg-type] # some are wrong on purpose
 
 
 def odd(answer: object) -> Odd:
