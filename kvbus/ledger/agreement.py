@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from kvbus.ledger.facts import RESULT_BITS, Fact
 
+_ACCESS_ENDED, _ABANDONED = int(Fact.ACCESS_ENDED), int(Fact.ABANDONED)
+
 
 class Party(NamedTuple):
     """One rank's share in a transfer: who, in which epoch, under which ticket of its own."""
@@ -137,9 +139,9 @@ class Agreement:
     def _settle_if_complete(self, transfer: str, opened: _Open) -> Decision | None:
         reports, abandoned = opened.reports.values(), 0
         for report in reports:
-            if not (report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS):
+            if not (report.bits & _ACCESS_ENDED and report.bits & RESULT_BITS):
                 return None
-            abandoned |= report.bits & Fact.ABANDONED
+            abandoned |= report.bits & _ABANDONED
         if abandoned:
             # One rank that gave up has no content: nobody else's may become visible either (P10, P11).
             return self.void(transfer, "a rank gave its lease up")

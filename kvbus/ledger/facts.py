@@ -122,6 +122,12 @@ def fact_names(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in _NAMES if bits & bit)
 
 
+@lru_cache(maxsize=1024)
+def evidence_names(bits: int) -> tuple[str, ...]:
+    """Return the kinds of evidence among the bits that are on, as rows spell them."""
+    return tuple(name for evidence, name in EVIDENCE_NAMES.items() if bits & evidence)
+
+
 class FactDetail(NamedTuple):
     """What a failure was: its class, whom it concerns, and a sentence for people."""
 

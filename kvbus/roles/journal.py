@@ -8,14 +8,13 @@ import logging
 
 from kvbus.events import TransferOutcome, TransferStep
 from kvbus.ledger.facts import (
-    EVIDENCE_BITS,
     Fact,
     FactDetail,
     FailureClass,
     GrantedRow,
     LeaseFacts,
     OutcomeRow,
-    fact_names,
+    evidence_names,
 )
 from kvbus.ledger.holder import STOPPING
 from kvbus.parts import Body
@@ -58,7 +57,7 @@ def note_facts(facts: LeaseFacts) -> None:
             log.debug("attempt %d ended: %d pages arrived", row.attempt, row.arrived, extra={"ticket": row.ticket})
     for ticket, _, bits, _, _ in facts.lines:
         if bits & Fact.RETURNED:
-            evidence = ", ".join(name.removeprefix("evidence_") for name in fact_names(bits & EVIDENCE_BITS))
+            evidence = ", ".join(evidence_names(bits))
             log.debug("lease went back%s", f" by {evidence}" if evidence else "", extra={"ticket": ticket})
 
 
