@@ -32,11 +32,7 @@ ROUNDS_CPU = 300
 
 def batch(lines: int) -> LeaseFacts:
     """Return one round's facts about so many leases."""
-    tickets = list(range(1, lines + 1))
-    return LeaseFacts(
-        tickets=tuple(tickets), ranks=(0,) * lines, bits=(5,) * lines, lo=(0,) * lines, hi=(1,) * lines,
-        rows=(), details=(),
-    )  # fmt: skip
+    return LeaseFacts(lines=[(ticket, 0, 5, 0, 1) for ticket in range(1, lines + 1)])
 
 
 @dataclass(slots=True)
@@ -144,9 +140,10 @@ def cpu_us() -> dict[str, float]:
     """Return the processor microseconds of recording and of decoding one event of 1,000 facts, medians."""
     facts, bus = batch(LINES), MemoryBroker().connect()
     recorder = Recorder(bus=bus, topics=TOPICS, instance="facts", member="m0", epoch=1 << 32 | 1, unix_ns=time.time_ns)
+    tickets, ranks, bits, lo, hi = facts.columns
     body = FactsSeen(
-        n=LINES, ticket=column(facts.tickets, 8), rank=column(facts.ranks, 2), bits=column(facts.bits, 4),
-        lo=column(facts.lo, 4), hi=column(facts.hi, 4),
+        n=LINES, ticket=column(tickets, 8), rank=column(ranks, 2), bits=column(bits, 4), lo=column(lo, 4),
+        hi=column(hi, 4),
     )  # fmt: skip
     data = encode(Header(k=body.KIND, i="facts", m="m0", e=1 << 32 | 1, s=1, t=1), body)
     encoding: list[int] = []

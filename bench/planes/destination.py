@@ -65,7 +65,7 @@ class Watched(Unrecorded):
     def facts(self, facts: LeaseFacts) -> None:
         """Take one batch."""
         now = time.perf_counter()
-        for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+        for ticket, _, bits, _, _ in facts.lines:
             self.bits[ticket] = bits
             if bits & RESULT_BITS:
                 self.ended_at.setdefault(ticket, now)

@@ -24,7 +24,7 @@ from kvbus.events import (
     TransferOpened,
     from_column,
 )
-from kvbus.ledger.facts import EVIDENCE_BITS, Fact, fact_names
+from kvbus.ledger.facts import Fact, evidence_names
 from kvbus.parts import FactDetailRow
 
 MEMBER_TICKET = 0
@@ -241,8 +241,3 @@ def readable_column(data: bytes, *, wide: bool) -> tuple[int, ...]:
         return from_column(data, 8 if wide else 4)
     except PeerError:
         return ()
-
-
-def evidence_names(bits: int) -> tuple[str, ...]:
-    """Return the kinds of evidence among fact bits, by their own names."""
-    return tuple(name.removeprefix("evidence_") for name in fact_names(bits & EVIDENCE_BITS))

@@ -11,7 +11,6 @@ from kvbus.commands.leases import (
     LeaseKey,
     LeaseLife,
     SettleLogBody,
-    evidence_names,
 )
 from kvbus.events import (
     AttemptMade,
@@ -30,7 +29,7 @@ from kvbus.events import (
     TransferStep,
     TransferVerdict,
 )
-from kvbus.ledger.facts import EVIDENCE_BITS, Fact, fact_names
+from kvbus.ledger.facts import EVIDENCE_BITS, Fact, evidence_names, fact_names
 
 RUNS_SHOWN = 6
 """Runs of pages named one by one: what fits beside the rest of a line of 100 columns."""

@@ -8,12 +8,14 @@ several members agree by `shares.py` and `council.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbus.ledger.facts import RESULT_BITS, Fact
 
+_ACCESS_ENDED, _ABANDONED = int(Fact.ACCESS_ENDED), int(Fact.ABANDONED)
 
-@dataclass(frozen=True, slots=True)
-class Party:
+
+class Party(NamedTuple):
     """One rank's share in a transfer: who, in which epoch, under which ticket of its own."""
 
     member: str
@@ -27,8 +29,7 @@ class Party:
         return self.member, self.epoch, self.ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What every member applies, in the order of `n`. `previous` chains it to the decision before (P15).
 
     kind `open`: these parties belong together. `settle`: this is agreed; lo and hi are the bounds in blocks that all
@@ -138,9 +139,9 @@ class Agreement:
     def _settle_if_complete(self, transfer: str, opened: _Open) -> Decision | None:
         reports, abandoned = opened.reports.values(), 0
         for report in reports:
-            if not (report.bits & Fact.ACCESS_ENDED and report.bits & RESULT_BITS):
+            if not (report.bits & _ACCESS_ENDED and report.bits & RESULT_BITS):
                 return None
-            abandoned |= report.bits & Fact.ABANDONED
+            abandoned |= report.bits & _ABANDONED
         if abandoned:
             # One rank that gave up has no content: nobody else's may become visible either (P10, P11).
             return self.void(transfer, "a rank gave its lease up")

@@ -17,6 +17,7 @@ class Tracked(Protocol):
     """What a binding looks at of a lease that it has."""
 
     ticket: int
+    writes: bool
     lender: str
     taken_at: float
     view: LeaseView | None
@@ -122,7 +123,7 @@ class Binding:
     def came_back(self, lease: Tracked, *, consumed: bool) -> None:
         """Count a lease that went back to its lender."""
         self.unreturned -= 1
-        self.recomputed += self.direction is Direction.WRITE and not (consumed and all(lease.arrived))
+        self.recomputed += lease.writes and not (consumed and all(lease.arrived))
 
     def refusal(self, peer: str) -> tuple[FailureClass, str] | None:
         """Return why this binding takes no work for a peer now, or None."""

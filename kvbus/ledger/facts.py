@@ -111,6 +111,8 @@ EVIDENCE_BITS = (
 )
 
 
+EVIDENCE_NAMES = {evidence: evidence.name.lower() for evidence in Evidence}
+"""How rows spell the kinds of evidence."""
 _NAMES = tuple((int(fact), fact.name.lower()) for fact in Fact)
 
 
@@ -120,8 +122,13 @@ def fact_names(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in _NAMES if bits & bit)
 
 
-@dataclass(frozen=True, slots=True)
-class FactDetail:
+@lru_cache(maxsize=1024)
+def evidence_names(bits: int) -> tuple[str, ...]:
+    """Return the kinds of evidence among the bits that are on, as rows spell them."""
+    return tuple(name for evidence, name in EVIDENCE_NAMES.items() if bits & evidence)
+
+
+class FactDetail(NamedTuple):
     """What a failure was: its class, whom it concerns, and a sentence for people."""
 
     ticket: int
@@ -168,21 +175,29 @@ class OutcomeRow(NamedTuple):
 Row = GrantedRow | AttemptRow | OutcomeRow
 
 
+Line = tuple[int, int, int, int, int]
+"""What one lease says of itself: ticket, rank, bits, lo, hi.
+
+`lo` and `hi` are the resume bounds of a write lease in blocks of the prompt (restart floor, usable until); both are 0
+until the result is fixed, and written once (P17).
+"""
+
+
 @dataclass(slots=True)
 class LeaseFacts:
-    """What changed since the last round, as columns of equal length; details and rows are sparse.
+    """What changed since the last round, a line for each lease; details and rows are sparse.
 
-    `lo` and `hi` are the resume bounds of a write lease in blocks of the prompt (restart floor, usable until); both are
-    0 until the result is fixed, and written once (P17).
+    Whoever takes note of them goes line by line; they are recorded as columns.
     """
 
-    tickets: Sequence[int] = ()
-    ranks: Sequence[int] = ()
-    bits: Sequence[int] = ()
-    lo: Sequence[int] = ()
-    hi: Sequence[int] = ()
+    lines: Sequence[Line] = ()
     details: list[FactDetail] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.tickets or self.details or self.rows)
+        return bool(self.lines or self.details or self.rows)
+
+    @property
+    def columns(self) -> list[tuple[int, ...]]:
+        """The lines as columns of equal length: tickets, ranks, bits, lo and hi."""
+        return list(zip(*self.lines, strict=True)) or [()] * 5

@@ -5,7 +5,7 @@ reaches the worker. An answer that is none (a list that cannot be read, a result
 would. What is stopped stays stopped; a binding retires once it retains nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvbus.ledger.binding import Binding
@@ -33,8 +33,11 @@ class Foreign:
         self.bindings = {binding.name: binding for binding in bindings}
         self.lenders = {lender.name: lender for lender in lenders}
         self.stopped_lenders: dict[str, str] = {}
+        self.just_stopped: list[str] = []
+        """Of those lenders, whose leases are still to be contained."""
         self.details: list[FactDetail] = []
-        self._retiring: list[Binding] = []
+        self.retiring: list[Binding] = []
+        """Stopped bindings that still have their memory."""
 
     def binding_for(self, lease: Lease, mode: SubmitMode) -> Binding:
         """Return the binding of a lease that is being taken; ValueError where lease, mode and holder do not fit."""
@@ -64,8 +67,8 @@ class Foreign:
             self.stop_lender(lender.name, f"{what} raised {error!r}")
             return None
 
-    def hear(self, bindings: Iterable[Binding]) -> Iterator[tuple[Binding, Change]]:
-        """Ask each backend once, and yield what it lists, as far as it can be understood, before the next is asked.
+    def hear(self, bindings: Iterable[Binding], tell: Callable[[Binding, Change], None]) -> None:
+        """Ask each backend once, and tell what it lists, as far as it can be understood, before the next is asked.
 
         At a word that cannot be understood, its binding stops; one that has let its memory go is not asked.
         """
@@ -79,7 +82,7 @@ class Foreign:
                 continue
             if said is not None:  # mostly there is nothing, and the question is asked in each pass of each round
                 for change in self._understood(binding, said):
-                    yield binding, change
+                    tell(binding, change)
 
     def _understood(self, binding: Binding, said: Iterable[Change]) -> list[Change]:
         understood: list[Change] = []
@@ -129,7 +132,7 @@ class Foreign:
 
     def bounds(self, lease: Lease, arrived: Sequence[bool]) -> tuple[int, int]:
         """Return a write lease's resume bounds; empty, and the domain stopped, where its lender cannot say."""
-        if lease.lender.name in self.stopped_lenders:
+        if self.stopped_lenders and lease.lender.name in self.stopped_lenders:
             return 0, 0
         try:
             said: object = lease.bounds(arrived)
@@ -149,7 +152,7 @@ class Foreign:
         """Accept no submissions on a binding any more; the first reason stands."""
         if binding.stopped is None:
             binding.stopped, binding.stop_text = FailureClass.BINDING_STOPPED, text
-            self._retiring.append(binding)
+            self.retiring.append(binding)
             self.details.append(FactDetail(0, FailureClass.BINDING_STOPPED, f"{binding.name}: {text}"))
 
     def contradict(self, binding: Binding, ticket: int, text: str) -> None:
@@ -177,12 +180,12 @@ class Foreign:
         """Stop a lender's domain; what it lent is retained from now on."""
         if name not in self.stopped_lenders:
             self.stopped_lenders[name] = text
+            self.just_stopped.append(name)
             self.details.append(FactDetail(0, FailureClass.LENDER_STOPPED, f"{name}: {text}"))
 
     def retire(self) -> None:
         """Let the memory of stopped bindings go, one by one, once nothing is retained or unreturned (contract 55)."""
-        if self._retiring:
-            self._retiring = [binding for binding in self._retiring if not self._retired(binding)]
+        self.retiring = [binding for binding in self.retiring if not self._retired(binding)]
 
     def _retired(self, binding: Binding) -> bool:
         left = self.call(binding, "shutdown", lambda: binding.backend.shutdown(0.0))

@@ -8,10 +8,8 @@ A result (delivered, failed, cancelled) says what counts as content. Access end 
 arrive in any order, and neither implies the other. A read may go back fenced, without access end (`fencing.py`).
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
 
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.facts import (
@@ -19,11 +17,9 @@ from kvbus.ledger.facts import (
     RESULT_BITS,
     Evidence,
     Fact,
-    FactDetail,
     FailureClass,
-    LeaseFacts,
+    GrantedRow,
     OutcomeRow,
-    Row,
 )
 from kvbus.ledger.types import Delivered, Direction, Failed, Lease, LeaseView, Result, SubmitMode
 
@@ -100,7 +96,9 @@ class NotYet:
 NOT_YET = NotYet()
 
 # Looking a name up in an enum costs more than what is computed with it here, for every lease.
+_WRITE = Direction.WRITE
 _TAKEN = int(Fact.TAKEN)
+_GRANTED = int(Fact.GRANTED)
 _DELIVERED = int(Fact.DELIVERED)
 _FAILED = int(Fact.FAILED)
 _CANCELLED = int(Fact.CANCELLED)
@@ -110,9 +108,6 @@ _FENCED = int(Fact.FENCED)
 _MAY_RETURN = Fact.ACCESS_ENDED | Fact.FENCED
 _NOT_CONTENT = Fact.ABANDONED | Fact.FAILED
 _NEVER_ACCESSED = Fact.ACCESS_ENDED | Fact.EVIDENCE_NEVER_SUBMITTED
-
-_LINE = attrgetter("ticket", "rank", "bits", "lo", "hi")
-"""One line of the columns."""
 
 
 @dataclass(slots=True)
@@ -150,24 +145,29 @@ class Held:
     length_bytes: int = 0
     lo: int = 0
     hi: int = 0
+    closed: bool = False
+    """True once the result is fixed: no further attempt may start (P3, P4)."""
 
     def __post_init__(self) -> None:
         lease = self.lease
         self.lender, self.lease_id, self.rank = lease.lender.name, lease.lease_id, lease.rank
-        self.writes = self.mode.direction is Direction.WRITE
+        self.writes = self.mode.direction is _WRITE
 
     @property
     def rows(self) -> int:
         """How many pages it has; none before its view is known."""
         return 0 if self.view is None else len(self.view.pages)
 
-    @property
-    def closed(self) -> bool:
-        """True once the result is fixed: no further attempt may start (P3, P4)."""
-        return bool(self.bits & RESULT_BITS)
+    def grant(self, view: LeaseView) -> GrantedRow:
+        """Note which pages it has, and return the row that says so."""
+        self.view = view
+        self.bits |= _GRANTED
+        whose = self.ticket, self.transfer, view.rank, self.writes, self.lender, self.peer
+        return GrantedRow(*whose, view.pages, view.counters)
 
     def fix(self, result: Result) -> None:
         """Fix the result of a lease that has none; it is never changed (P17, contract 46)."""
+        self.closed = True
         if isinstance(result, Failed):
             self.bits |= _FAILED
             self.arrived = (False,) * self.rows
@@ -200,12 +200,13 @@ class Held:
         """Note that the open attempt can touch nothing any more."""
         self.attempt_open = False
         self.bits |= evidence
-        self.end_access_if_proved()
-        self.binding.track(self)
+        if self.closed:
+            self.end_access_if_proved()
+            self.binding.track(self)
 
     def end_access_if_proved(self) -> None:
         """Turn ACCESS_ENDED on if nothing is open and nothing can start; the one place where that happens."""
-        if self.bits & RESULT_BITS and not (self.attempt_open or self.bits & _FENCED):
+        if self.closed and not (self.attempt_open or self.bits & _FENCED):
             self.bits |= _ACCESS_ENDED if self.attempt else _NEVER_ACCESSED
 
     @property
@@ -228,7 +229,7 @@ class Held:
     @property
     def retained(self) -> bool:
         """True while the result is fixed but access has not ended: nobody waits any more, the memory does."""
-        return bool(self.bits & RESULT_BITS) and not self.bits & _MAY_RETURN
+        return self.closed and not self.bits & _MAY_RETURN
 
     def outcome(self, evidence: str, text: str) -> OutcomeRow:
         """Return the audit row of the attempt that just ended."""
@@ -241,11 +242,3 @@ class Held:
         if not self.writes or isinstance(result, Failed) or len(result.arrived) == self.rows:
             return result
         return Failed(FailureClass.CONTRADICTION, f"the mask has {len(result.arrived)} rows, the lease {self.rows}")
-
-
-def batch_of(changed: Collection[Held], details: list[FactDetail], rows: list[Row]) -> LeaseFacts:
-    """Return the facts of leases that changed as one batch, which owns both lists from now on."""
-    if not changed:
-        return LeaseFacts(details=details, rows=rows)
-    tickets, ranks, bits, lo, hi = zip(*map(_LINE, changed), strict=True)
-    return LeaseFacts(tickets, ranks, bits, lo, hi, details, rows)

@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.binding import Binding
 from kvbus.ledger.books import HolderShutdown, HolderStatistics, check_books, count_books
-from kvbus.ledger.facts import AttemptRow, Fact, FactDetail, FailureClass, GrantedRow, LeaseFacts, Row
+from kvbus.ledger.facts import EVIDENCE_NAMES, AttemptRow, Fact, FactDetail, FailureClass, LeaseFacts, Row
 from kvbus.ledger.fencing import raise_fence
 from kvbus.ledger.foreign import Foreign
-from kvbus.ledger.held import NOT_YET, Held, batch_of
+from kvbus.ledger.held import NOT_YET, Held
 from kvbus.ledger.holding import BlockingLease, blocking_leases
 from kvbus.ledger.types import (
     Cancelled,
@@ -39,6 +39,10 @@ from kvbus.ledger.types import (
 
 STOPPING = "this member is shutting down"
 
+# Looking a name up in an enum costs more than what is computed with it here, for every lease.
+_SUBMITTED, _ABANDONED, _SETTLED = int(Fact.SUBMITTED), int(Fact.ABANDONED), int(Fact.SETTLED)
+_RETURNED, _CONSUMED = int(Fact.RETURNED), int(Fact.CONSUMED)
+
 
 class LeaseHolder:
     """One holder for every kind of backend (R1). Built once, complete; one thread; raises only for misuse."""
@@ -52,7 +56,6 @@ class LeaseHolder:
         self._to_check: dict[int, Held] = {}
         self._changed: dict[int, Held] = {}
         self._rows: list[Row] = []
-        self._contained: set[str] = set()
         self._next_ticket = 1
         self._returned = 0
         self._shutting_down = False
@@ -79,12 +82,12 @@ class LeaseHolder:
         With the hint NOT_YET the lease is only held until `assign` gives its order. Only arguments that fit nothing
         raise: ValueError for an unknown binding or lender, for directions that differ, for a lease that is held now.
         """
-        binding = self._foreign.binding_for(lease, mode)
-        key = (lease.lender.name, lease.lease_id)
+        ticket, binding = self._next_ticket, self._foreign.binding_for(lease, mode)
+        held = Held(ticket, lease, mode, binding, peer, transfer, hint, timeout_s, now)
+        key = (held.lender, held.lease_id)
         if key in self._by_lease:
             raise ValueError(f"lease {key} is held already, as T{self._by_lease[key].ticket}")
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        held = Held(ticket, lease, mode, binding, peer, transfer, hint, timeout_s, now)
+        self._next_ticket = ticket + 1
         self._held[ticket] = self._by_lease[key] = held
         binding.unreturned += 1
         self._touch(held)
@@ -117,8 +120,8 @@ class LeaseHolder:
 
     def abandon(self, ticket: int, failure: FailureClass, text: str) -> None:
         """Give a lease up for good: a later result does not count (contract 4); memory still waits for its evidence."""
-        if not (held := self._known(ticket, "abandon")).bits & Fact.ABANDONED:
-            held.bits |= Fact.ABANDONED
+        if not (held := self._known(ticket, "abandon")).bits & _ABANDONED:
+            held.bits |= _ABANDONED
             self._touch(held)  # also where a result was there already: others decide by it (P11)
             if held.attempt_open:
                 self._cancel_once(held)
@@ -148,11 +151,11 @@ class LeaseHolder:
     def collect(self) -> LeaseFacts:
         """Return the facts of everything that changed since the last call; an idle call asks each backend once."""
         foreign = self._foreign
-        for binding, change in foreign.hear(foreign.bindings.values()):
-            self._observe(binding, change)
-        if not self.has_news:
+        foreign.hear(foreign.bindings.values(), self._observe)
+        if not self._changed and not foreign.details:  # no row comes without a lease that changed
             return LeaseFacts()
-        facts = batch_of(self._changed.values(), foreign.details, self._rows)
+        lines = [(held.ticket, held.rank, held.bits, held.lo, held.hi) for held in self._changed.values()]
+        facts = LeaseFacts(lines, foreign.details, self._rows)
         self._changed, foreign.details, self._rows = {}, [], []
         return facts
 
@@ -165,7 +168,7 @@ class LeaseHolder:
         for ticket in tickets:
             if (held := self._held.get(ticket)) is not None:
                 if held.writes:  # a read needs none (contract 2)
-                    held.bits |= Fact.SETTLED
+                    held.bits |= _SETTLED
                     self._touch(held)
             elif not 0 < ticket < self._next_ticket:
                 unknown.append(ticket)
@@ -179,14 +182,14 @@ class LeaseHolder:
         foreign = self._foreign
         polls, self._to_poll = self._to_poll, []
         for name, lender in foreign.lenders.items():
-            if name in unsettled_lenders or name in foreign.stopped_lenders:
-                continue
-            for lease_id in foreign.progress(lender):
-                if (held := self._by_lease.get((name, lease_id))) is not None:
-                    polls.append(held)
+            if name not in unsettled_lenders and name not in foreign.stopped_lenders:
+                for lease_id in foreign.progress(lender):
+                    if (held := self._by_lease.get((name, lease_id))) is not None:
+                        polls.append(held)
         for held in polls:
             self._poll(held)
-        self._contain_stopped_lenders()
+        if foreign.just_stopped:
+            self._contain_stopped_lenders()
         submits, self._to_submit = self._to_submit, []
         for held in submits:
             self._submit(held)
@@ -198,8 +201,10 @@ class LeaseHolder:
         for held in check.values():
             if held.returnable and held.ticket in self._held and held.lender not in foreign.stopped_lenders:
                 self._give_back(held)
-        self._contain_stopped_lenders()
-        foreign.retire()
+        if foreign.just_stopped:
+            self._contain_stopped_lenders()
+        if foreign.retiring:
+            foreign.retire()
 
     def shutdown(self, budget_s: float) -> HolderShutdown:
         """Do one pass towards the end; repeatable, never raises, frees nothing without evidence (R15, contract 54–56).
@@ -209,7 +214,7 @@ class LeaseHolder:
         self._shutting_down = True
         foreign = self._foreign
         for held in list(self._held.values()):
-            if not (held.closed and held.bits & Fact.SETTLED):  # nobody is left to agree with
+            if not (held.closed and held.bits & _SETTLED):  # nobody is left to agree with
                 self.abandon(held.ticket, FailureClass.SHUTDOWN, STOPPING)
         share_s = budget_s / max(1, len(foreign.bindings))
         for binding in foreign.bindings.values():
@@ -217,8 +222,7 @@ class LeaseHolder:
             if not binding.hold_released:
                 backend = binding.backend
                 foreign.call(binding, "shutdown", lambda backend=backend: backend.shutdown(share_s))  # type: ignore[misc]
-                for _, change in foreign.hear((binding,)):
-                    self._observe(binding, change)
+                foreign.hear((binding,), self._observe)
         self.settle([ticket for ticket, held in self._held.items() if held.bits & Fact.ACCESS_ENDED])
         self.finish()
         open_bindings = tuple(name for name, binding in foreign.bindings.items() if not binding.hold_released)
@@ -227,12 +231,12 @@ class LeaseHolder:
     @property
     def has_news(self) -> bool:
         """True where the next `collect` has something to report already."""
-        return bool(self._changed or self._rows or self._foreign.details)
+        return bool(self._changed or self._foreign.details)
 
     @property
     def has_work(self) -> bool:
         """True where the next round has something to do, whatever backends and lenders say in it."""
-        return self.has_news or bool(self._to_poll or self._to_submit)
+        return bool(self._changed or self._to_poll or self._to_submit or self._foreign.details)
 
     @property
     def retained(self) -> int:
@@ -277,11 +281,8 @@ class LeaseHolder:
             self._fail(held, view.failure, view.text)
         if not isinstance(view, LeaseView):
             return
-        held.view = view
-        held.bits |= Fact.GRANTED
+        self._rows.append(held.grant(view))
         self._touch(held)
-        named = (held.ticket, held.transfer, view.rank, held.writes, held.lender, held.peer)
-        self._rows.append(GrantedRow(*named, view.pages, view.counters))
         if held.hint is not NOT_YET:
             self._to_submit.append(held)
 
@@ -306,7 +307,7 @@ class LeaseHolder:
             self._fail(held, FailureClass.UNCERTAIN, f"submit raised {error!r}")
             self._foreign.contain(binding, held.peer, f"uncertain submission: {error!r}")
         else:
-            held.bits |= Fact.SUBMITTED
+            held.bits |= _SUBMITTED
             binding.submissions += 1
             self._rows.append(AttemptRow(held.ticket, 1, binding.name, held.peer))
             self._touch(held)
@@ -317,19 +318,20 @@ class LeaseHolder:
         if held is None or held.binding is not binding or not held.attempt or held.attempt != change.attempt:
             self._foreign.contradict(binding, change.ticket, "answers for an attempt that it does not have")
             return
-        late = held.closed
-        if change.result is not None:
-            said = held.checked(change.result)
-            if held.said is not None and held.said != said:
-                held.suspect = held.contradicted = True  # its evidence is worth nothing either: the lease is retained
-                self._foreign.contradict(binding, change.ticket, "gave two different results for one attempt")
-                return
+        late, evidence = held.closed, change.evidence if held.attempt_open and not held.contradicted else None
+        said = None if change.result is None else held.checked(change.result)
+        if said is not None and held.said is not None and held.said != said:
+            held.suspect = held.contradicted = True  # its evidence is worth nothing either: the lease is retained
+            self._foreign.contradict(binding, change.ticket, "gave two different results for one attempt")
+            return
+        if evidence is not None:  # first: a lease whose result comes with it is never counted as retained
+            held.end_attempt(evidence)
+        if said is not None:
             binding.contradictions += said is not change.result
             held.said = said
             self._take_result(held, said, change.text)
-        if change.evidence is not None and held.attempt_open and not held.contradicted:
-            held.end_attempt(change.evidence)
-            self._rows.append(binding.ended(held.outcome(change.evidence.name.lower(), change.text), late=late))
+        if evidence is not None:
+            self._rows.append(binding.ended(held.outcome(EVIDENCE_NAMES[evidence], change.text), late=late))
         self._touch(held)
 
     def _take_result(self, held: Held, result: Result, text: str) -> None:
@@ -376,17 +378,15 @@ class LeaseHolder:
         else:
             self._returned += 1
             held.binding.came_back(held, consumed=counts)
-            held.bits |= (Fact.RETURNED | Fact.CONSUMED) if counts else Fact.RETURNED
+            held.bits |= _RETURNED | _CONSUMED if counts else _RETURNED
         self._changed[held.ticket] = held
 
     def _contain_stopped_lenders(self) -> None:
         """Retain what a stopped lender lent: its pages are in no known state (contract 7)."""
-        if len(self._foreign.stopped_lenders) > len(self._contained):  # none of them starts again
-            newly_stopped = self._foreign.stopped_lenders.keys() - self._contained
-            self._contained |= newly_stopped
-            for held in self._held.values():
-                if held.lender in newly_stopped:
-                    self._contain(held)
+        just_stopped, self._foreign.just_stopped = self._foreign.just_stopped, []
+        for held in self._held.values():
+            if held.lender in just_stopped:
+                self._contain(held)
 
     def _contain(self, held: Held) -> None:
         held.bits |= Fact.LENDER_STOPPED

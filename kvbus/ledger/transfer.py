@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvbus.errors import LedgerContradictionError
-from kvbus.ledger.facts import EVIDENCE_BITS, RESULT_BITS, Fact, FailureClass, fact_names
+from kvbus.ledger.facts import RESULT_BITS, Fact, FailureClass, evidence_names
 
 STOP_WAIT_S = 2.0
 """How long a stopped attempt may take to end by itself before its peer is isolated: local gets end in milliseconds,
@@ -41,7 +41,8 @@ class Phase(StrEnum):
 
 # Looking a name up in an enum costs more than what is decided by it here, for every line of facts.
 _RESOLVING, _LEASING, _ASKING, _MOVING, _STOPPING, _SETTLING, _ENDED = Phase
-_ACCESS_ENDED, _GIVEN_BACK = int(Fact.ACCESS_ENDED), Fact.RETURNED | Fact.RETURN_FAILED
+_ACCESS_ENDED, _ABANDONED, _RETURN_FAILED = int(Fact.ACCESS_ENDED), int(Fact.ABANDONED), int(Fact.RETURN_FAILED)
+_GIVEN_BACK = Fact.RETURNED | Fact.RETURN_FAILED
 
 TRANSITIONS: frozenset[tuple[Phase, Phase]] = frozenset(
     {
@@ -143,6 +144,8 @@ class Transfer:
     admitted_at: float
     budget_s: float
     queue_s: float = 0.0
+    deadline: float = field(init=False)
+    """When the budget is spent."""
     phase: Phase = Phase.RESOLVING
     outcome: str = ""
     failure: FailureClass = FailureClass.NONE
@@ -162,13 +165,11 @@ class Transfer:
     _key_closed: bool = False
     _ended_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.deadline = self.admitted_at + self.budget_s
+
     def __repr__(self) -> str:
         return f"<Transfer {self.transfer} {self.phase.value} from {self.source} {self.reason}>"
-
-    @property
-    def deadline(self) -> float:
-        """When the budget is spent."""
-        return self.admitted_at + self.budget_s
 
     def remaining_s(self, now: float) -> float:
         """Return what is left of the budget; never negative."""
@@ -300,8 +301,8 @@ class Transfer:
         """The kinds of evidence by which access to this transfer's leases ended."""
         bits = 0
         for share in self.shares.values():
-            bits |= share.bits & EVIDENCE_BITS
-        return tuple(name.removeprefix("evidence_") for name in fact_names(bits))
+            bits |= share.bits
+        return evidence_names(bits)
 
     @property
     def timings(self) -> Timings:
@@ -309,9 +310,7 @@ class Transfer:
         return Timings(
             queue_s=self.queue_s,
             grant_s=max(0.0, self._granted_at - self._asked_at) if self._granted_at else 0.0,
-            move_s=max(0.0, self._access_ended_at - self._granted_at)
-            if self._granted_at and self._access_ended_at
-            else 0.0,
+            move_s=max(0.0, self._access_ended_at - self._granted_at) if self._granted_at else 0.0,
             total_s=max(0.0, self._ended_at - self.admitted_at) if self._ended_at else 0.0,
         )
 
@@ -387,9 +386,9 @@ class Transfer:
 
     def _conclude(self) -> None:
         missing = self.blocks_wanted - self.blocks_held
-        if any(share.bits & Fact.RETURN_FAILED for share in self.shares.values()):
+        if any(share.bits & _RETURN_FAILED for share in self.shares.values()):
             self._blame("failed", FailureClass.LENDER_STOPPED, "what arrived was not taken in: its lender stopped")
-        elif any(share.bits & Fact.ABANDONED for share in self.shares.values()):
+        elif any(share.bits & _ABANDONED for share in self.shares.values()):
             self._blame("failed", FailureClass.CONTRADICTION, "what arrived was given up: the decision was voided")
         elif self.blocks_moved == missing:
             self.outcome = "settled"

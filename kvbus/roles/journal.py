@@ -8,14 +8,13 @@ import logging
 
 from kvbus.events import TransferOutcome, TransferStep
 from kvbus.ledger.facts import (
-    EVIDENCE_BITS,
     Fact,
     FactDetail,
     FailureClass,
     GrantedRow,
     LeaseFacts,
     OutcomeRow,
-    fact_names,
+    evidence_names,
 )
 from kvbus.ledger.holder import STOPPING
 from kvbus.parts import Body
@@ -56,9 +55,9 @@ def note_facts(facts: LeaseFacts) -> None:
             log.debug("%s lease of %d pages with %s", kind, len(row.pages), row.peer or "nobody", extra=about)
         elif isinstance(row, OutcomeRow):
             log.debug("attempt %d ended: %d pages arrived", row.attempt, row.arrived, extra={"ticket": row.ticket})
-    for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+    for ticket, _, bits, _, _ in facts.lines:
         if bits & Fact.RETURNED:
-            evidence = ", ".join(name.removeprefix("evidence_") for name in fact_names(bits & EVIDENCE_BITS))
+            evidence = ", ".join(evidence_names(bits))
             log.debug("lease went back%s", f" by {evidence}" if evidence else "", extra={"ticket": ticket})
 
 

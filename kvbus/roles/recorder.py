@@ -150,19 +150,14 @@ class Recorder:
         note_facts(facts)
         for row in facts.rows:
             self._put(self._facts, *fields_of_row(row))
-        if len(facts.tickets) <= LINES_MAX and len(facts.details) <= DETAILS_MAX:  # nearly always
-            if facts.tickets or facts.details:
+        if len(facts.lines) <= LINES_MAX and len(facts.details) <= DETAILS_MAX:  # nearly always
+            if facts.lines or facts.details:
                 self._put(self._facts, FactsSeen.KIND, fields_of_lines(facts))
             return
-        events = max(-(-len(facts.tickets) // LINES_MAX), -(-len(facts.details) // DETAILS_MAX))
+        events = max(-(-len(facts.lines) // LINES_MAX), -(-len(facts.details) // DETAILS_MAX))
         for number in range(events):
-            lines = slice(number * LINES_MAX, (number + 1) * LINES_MAX)
             part = LeaseFacts(
-                tickets=facts.tickets[lines],
-                ranks=facts.ranks[lines],
-                bits=facts.bits[lines],
-                lo=facts.lo[lines],
-                hi=facts.hi[lines],
+                lines=facts.lines[number * LINES_MAX : (number + 1) * LINES_MAX],
                 details=facts.details[number * DETAILS_MAX : (number + 1) * DETAILS_MAX],
             )
             self._put(self._facts, FactsSeen.KIND, fields_of_lines(part))

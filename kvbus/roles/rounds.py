@@ -128,7 +128,8 @@ class Rounds:
         self.statistics.rounds += 1
         if has_facts:
             self._sink.facts(facts)
-            holder.settle(self._agree(facts))
+            if tickets := self._agree(facts):
+                holder.settle(tickets)
         holder.advance()
         holder.finish()
         if has_facts:
@@ -137,9 +138,9 @@ class Rounds:
 
     def _agree(self, facts: LeaseFacts) -> list[int]:
         """Apply what is decided by these facts; return the tickets that no transfer shares and that may go back now."""
-        self.statistics.lines += len(facts.tickets)
+        self.statistics.lines += len(facts.lines)
         tickets: list[int] = []
-        for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+        for ticket, _, bits, lo, hi in facts.lines:
             # Also what goes back at a shutdown without the others: a share that was given up is promised no more (P11).
             if self.group is not None and self.group.note(ticket, bits, lo, hi):
                 continue
@@ -161,5 +162,5 @@ class Rounds:
             for row in facts.rows:
                 if isinstance(row, OutcomeRow):
                     follower.on_outcome(row)
-            for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+            for ticket, _, bits, lo, hi in facts.lines:
                 follower.on_line(ticket, bits, lo, hi)

@@ -20,9 +20,10 @@ def fields_of_lines(facts: LeaseFacts) -> Fields:
 
     All columns are packed by one call, and cut apart: a round has few lines, so that a call for each would cost more.
     """
-    n = len(facts.tickets)
+    n = len(facts.lines)
+    tickets, ranks, all_bits, lows, ends = facts.columns
     rank, bits, lo, hi = 8 * n, 10 * n, 14 * n, 18 * n  # where each column begins, behind the tickets
-    columns = struct.pack(f"<{n}Q{n}H{3 * n}I", *facts.tickets, *facts.ranks, *facts.bits, *facts.lo, *facts.hi)
+    columns = struct.pack(f"<{n}Q{n}H{3 * n}I", *tickets, *ranks, *all_bits, *lows, *ends)
     return {
         "n": n,
         "ticket": columns[:rank],

@@ -21,7 +21,7 @@ from kvbus.events import (
     TransferVerdict,
     decode,
 )
-from kvbus.ledger.facts import EVIDENCE_BITS, Fact, GrantedRow, LeaseFacts, fact_names
+from kvbus.ledger.facts import Fact, GrantedRow, LeaseFacts, evidence_names
 from kvbus.parts import Body
 from kvbus.tracing import NO_SPAN, Span
 
@@ -179,7 +179,7 @@ class Spans:
         for row in facts.rows:
             if isinstance(row, GrantedRow) and not row.writes:
                 self._granted_row(row)
-        for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+        for ticket, _, bits, _, _ in facts.lines:
             if lent := self._lent.get(ticket):
                 lent.bits |= bits
                 if bits & Fact.RETURNED:
@@ -207,7 +207,7 @@ class Spans:
             self._close(next(iter(self._lent)), FORGOTTEN)
 
     def _returned(self, ticket: int, lent: _Lent) -> None:
-        evidence = tuple(name.removeprefix("evidence_") for name in fact_names(lent.bits & EVIDENCE_BITS))
+        evidence = evidence_names(lent.bits)
         lent.span.note(outcome="fenced" if lent.bits & Fact.FENCED else "returned", evidence=evidence)
         self._close(ticket)
 

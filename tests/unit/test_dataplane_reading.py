@@ -88,7 +88,7 @@ def grant(geometry_: PoolGeometry, rows: tuple[int, ...], **changes: object) -> 
 def order(hint: object, pages: tuple[int, ...], **changes: object) -> Order:
     count = len(pages)
     view = LeaseView("f1", 0, 9, tuple(range(count)), (b"n",) * count, pages, (1,) * count)
-    return replace(Order(1, 1, view, Direction.WRITE, hint, "A", None), **changes)  # type: ignore[arg-type]
+    return Order(1, 1, view, Direction.WRITE, hint, "A", None)._replace(**changes)  # type: ignore[arg-type]
 
 
 def carry_out(checked: Plan, limits: Limits, source: bytes, target: bytearray) -> list[int]:
@@ -285,7 +285,7 @@ def test_a_lease_that_does_not_fit_the_local_pool_is_refused() -> None:
     assert "one local page twice" in refused(order(hint, (1, 1)))
     assert "2 pages granted, 1 asked" in refused(order(hint, (1,)))
     elsewhere = order(hint, (0, 1))
-    elsewhere = replace(elsewhere, view=replace(elsewhere.view, pool="f2"))
+    elsewhere = elsewhere._replace(view=elsewhere.view._replace(pool="f2"))
     assert "lease is for pool f2" in refused(elsewhere)
     assert "do not fit the local pool" in refused(order(hint, (0, 1)), replace(local(8), length_bytes=64))
     assert "fills write leases" in refused(order(hint, (0, 1), direction=Direction.READ))

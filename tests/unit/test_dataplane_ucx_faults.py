@@ -373,8 +373,7 @@ def names(count: int) -> tuple[bytes, ...]:
 
 def run_round(holder: LeaseHolder) -> LeaseFacts:
     facts = holder.collect()
-    ended = (Fact.ACCESS_ENDED, facts.tickets, facts.bits)
-    holder.settle([ticket for ticket, bits in zip(ended[1], ended[2], strict=True) if bits & ended[0]])
+    holder.settle([ticket for ticket, _, bits, _, _ in facts.lines if bits & Fact.ACCESS_ENDED])
     holder.advance()
     holder.finish()
     return facts

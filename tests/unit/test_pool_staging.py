@@ -298,7 +298,7 @@ def test_where_what_arrived_cannot_be_copied_in_the_return_fails_once_and_the_le
     holder.settle([ticket])
     holder.finish()
     facts = holder.collect()
-    bits = dict(zip(facts.tickets, facts.bits, strict=True))[ticket]
+    bits = {number: bits for number, _, bits, _, _ in facts.lines}[ticket]
     assert bits & Fact.RETURN_FAILED
     assert not bits & Fact.CONSUMED
     assert holder.statistics().lenders_stopped == ("staging",)

@@ -104,7 +104,7 @@ class Away(MemoryBus):
 
 def batch(ticket: int, bits: int, *, rows: tuple[GrantedRow, ...] = (), text: str = "") -> LeaseFacts:
     details = [FactDetail(ticket, FailureClass.TRANSPORT, text)] if text else []
-    return LeaseFacts(tickets=[ticket], ranks=[0], bits=[bits], lo=[0], hi=[bits], details=details, rows=[*rows])
+    return LeaseFacts(lines=[(ticket, 0, bits, 0, bits)], details=details, rows=[*rows])
 
 
 async def test_a_full_outbox_collapses_and_what_is_stored_says_all_that_was_known(

@@ -213,7 +213,7 @@ async def test_behind_steps_of_transfers_a_lane_rests_so_that_the_next_ones_leav
 
 async def test_behind_facts_that_tell_no_step_a_lane_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbus.roles.recorder.REST_S", 60.0)
-    line = LeaseFacts(tickets=[1], ranks=[0], bits=[5], lo=[0], hi=[1], rows=[], details=[])
+    line = LeaseFacts(lines=[(1, 0, 5, 0, 1)])
     async with recording() as one:
         for count in (1, 2, 3):
             one.recorder.facts(line)

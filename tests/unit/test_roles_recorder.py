@@ -172,11 +172,7 @@ async def test_rows_and_lines_of_a_round_are_what_the_wire_says_of_their_kinds()
     recorded = Recorded()
     failure = FailureClass.TRANSPORT
     facts = LeaseFacts(
-        tickets=[11, 12],
-        ranks=[0, 1],
-        bits=[519, 1 << 20],
-        lo=[2, 0],
-        hi=[10, 0],
+        lines=[(11, 0, 519, 2, 10), (12, 1, 1 << 20, 0, 0)],
         rows=[
             GrantedRow(11, "T1", 1, writes=True, lender="pool-0", peer="b", pages=(4, 5, 9), counters=(3, 5, 1)),
             AttemptRow(11, 1, "pull", "b"),

@@ -128,7 +128,7 @@ def test_those_who_wait_in_one_turn_share_one_round_and_find_their_leases_moved_
 
     bits = asyncio.run(all_at_once())
     assert all(one & Fact.SUBMITTED for one in bits)
-    assert [len(batch.tickets) for batch in town.sink.batches] == [3, 3]  # taken, then granted and submitted
+    assert [len(batch.lines) for batch in town.sink.batches] == [3, 3]  # taken, then granted and submitted
 
 
 def test_a_round_that_somebody_ran_meanwhile_is_not_run_again_for_who_waits() -> None:
@@ -151,5 +151,5 @@ def test_a_round_with_nothing_left_to_do_asks_backends_and_lenders_no_more() -> 
     town.rounds.run()
     assert town.rounds.statistics.rounds == 1  # nothing is known before it is asked for
     town.take()
-    assert [len(batch.tickets) for batch in town.sink.batches] == [1, 1]  # taken, then granted and submitted
+    assert [len(batch.lines) for batch in town.sink.batches] == [1, 1]  # taken, then granted and submitted
     assert town.rounds.statistics.rounds == 3

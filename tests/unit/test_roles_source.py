@@ -58,7 +58,7 @@ class Sink:
         self.outcomes: list[OutcomeRow] = []
 
     def facts(self, facts: LeaseFacts) -> None:
-        self.bits.update(zip(facts.tickets, facts.bits, strict=True))
+        self.bits.update({ticket: bits for ticket, _, bits, _, _ in facts.lines})
         self.outcomes += [row for row in facts.rows if isinstance(row, OutcomeRow)]
 
     def decision(self, decision: Decision) -> None:

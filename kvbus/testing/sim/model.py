@@ -70,7 +70,7 @@ class Model:
                     self._granted(row)
                 elif isinstance(row, OutcomeRow) and not row.evidence:
                     self._violate(f"T{row.ticket} has an outcome without evidence", row.ticket)
-            for ticket, bits, lo, hi in zip(facts.tickets, facts.bits, facts.lo, facts.hi, strict=True):
+            for ticket, _, bits, lo, hi in facts.lines:
                 self._line(ticket, bits, lo, hi)
         self.sink.facts(facts)
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView
 from kvbus.testing.cases import LenderCase
@@ -43,7 +42,7 @@ class AnotherViewEachTime(ListedLease):
 
     def poll(self) -> LeaseView | None:
         view = super().poll()
-        return replace(view) if view is not None else None
+        return view._replace() if view is not None else None
 
 
 class PolledAfterRelease(ListedLease):
@@ -116,14 +115,14 @@ class LendsOnePageToAll(BrokenLender):
     """1: lends the same pages again while they are out."""
 
     def seen_by(self, view: LeaseView) -> LeaseView:
-        return replace(view, pages=tuple(range(len(view.pages))))
+        return view._replace(pages=tuple(range(len(view.pages))))
 
 
 class LendsUnsealed(BrokenLender):
     """P1: lends for reading what is being written."""
 
     def seen_by(self, view: LeaseView) -> LeaseView:
-        return replace(view, counters=(1,) * len(view.pages))
+        return view._replace(counters=(1,) * len(view.pages))
 
 
 class NamesAllAlways(ListedLender):
@@ -154,7 +153,7 @@ class ForgetsGenerations(BrokenLender):
     def seen_by(self, view: LeaseView) -> LeaseView:
         used = self.lost | {page for lease in self.out.values() for page in lease._view.pages}
         free = (page for page in range(10_000, 20_000) if page not in used)
-        return replace(view, pages=tuple(next(free) for _ in view.pages))
+        return view._replace(pages=tuple(next(free) for _ in view.pages))
 
     def take_back(self, lease: ListedLease) -> None:
         super().take_back(lease)

@@ -58,9 +58,8 @@ class Bench:
 
     def note(self, facts: LeaseFacts) -> None:
         """Keep what a batch says; bits never turn off."""
-        columns = {len(facts.tickets), len(facts.ranks), len(facts.bits), len(facts.lo), len(facts.hi)}
-        assert len(columns) == 1
-        for ticket, bits in zip(facts.tickets, facts.bits, strict=True):
+        assert len(set(map(len, facts.columns))) == 1
+        for ticket, _, bits, _, _ in facts.lines:
             before = self.bits.get(ticket, 0)
             assert before & ~bits == 0, f"T{ticket} lost bits"
             self.bits[ticket] = bits

@@ -1,6 +1,5 @@
 """A lender's answer that cannot be one stops its domain, as an exception would; and what a batch's columns hold."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ class Odd(ListedLease):
 def view_of(rows: int, **changes: object) -> LeaseView:
     view = ListedLender().lend(Direction.WRITE, rows).poll()
     assert view is not None
-    return replace(view, **changes)  # type: ignore[arg-type] # some are wrong on purpose
+    return view._replace(**changes)  # type: ignore[arg-type] # some are wrong on purpose
 
 
 def odd(answer: object) -> Odd:
@@ -86,9 +85,9 @@ def test_a_batch_names_rank_and_bounds_of_each_lease_that_changed() -> None:
     bench = Bench(lender=ListedLender(rank=3))
     (first, _), (second, _) = bench.submitted_write(2), bench.submitted_write(3)
     bench.pull.answer(second, Delivered((True, True, False), 2_000), Evidence.COMPLETED)
-    facts = bench.holder.collect()
-    assert (facts.tickets, facts.ranks, facts.lo, facts.hi) == ((second,), (3,), (0,), (2,))
+    tickets, ranks, _, lows, ends = bench.holder.collect().columns
+    assert (tickets, ranks, lows, ends) == ((second,), (3,), (0,), (2,))
     bench.pull.answer(first, Delivered((True, True), 2_000), Evidence.COMPLETED)
     bench.round(second)
-    facts = bench.holder.collect()
-    assert (facts.tickets, facts.ranks, facts.lo, facts.hi) == ((second,), (3,), (0,), (2,))
+    tickets, ranks, _, lows, ends = bench.holder.collect().columns
+    assert (tickets, ranks, lows, ends) == ((second,), (3,), (0,), (2,))

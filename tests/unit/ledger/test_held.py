@@ -110,8 +110,10 @@ def test_all_fact_bits_fit_their_column() -> None:
 def test_a_batch_is_falsy_only_while_nothing_changed() -> None:
     facts = LeaseFacts()
     assert not facts
-    assert (facts.tickets, facts.ranks, facts.bits, facts.lo, facts.hi) == ((), (), (), (), ())
-    assert LeaseFacts(tickets=[7], ranks=[1], bits=[Fact.TAKEN], lo=[2], hi=[3])
+    assert facts.columns == [(), (), (), (), ()]
+    facts = LeaseFacts(lines=[(7, 1, int(Fact.TAKEN), 2, 3), (8, 0, 5, 0, 4)])
+    assert facts
+    assert facts.columns == [(7, 8), (1, 0), (int(Fact.TAKEN), 5), (2, 0), (3, 4)]
 
 
 # -------------------------------------------------------------------------------------------------------- the books

@@ -42,7 +42,7 @@ class Walk:
         bits = holder.bits(self.ticket)
         if self.ticket not in holder.tickets():
             facts = holder.collect()
-            bits = dict(zip(facts.tickets, facts.bits, strict=True))[self.ticket]
+            bits = {ticket: bits for ticket, _, bits, _, _ in facts.lines}[self.ticket]
         self.stages.append(stage_of(bits))
 
     def step(self, name: str) -> None:

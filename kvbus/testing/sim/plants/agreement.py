@@ -3,7 +3,6 @@
 # ruff: noqa: SLF001, ANN401 - a fault sits inside of what it spoils, and hands on what it does not look at
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvbus.ledger.agreement import Agreement, Decision
@@ -126,7 +125,7 @@ def break_chain() -> Sequence[Change]:
 
     def unchained(self: Agreement, kind: str, transfer: str, *args: Any, **options: Any) -> Decision:
         decision = decide(self, kind, transfer, *args, **options)
-        return decision if kind == "open" else replace(decision, previous="")
+        return decision if kind == "open" else decision._replace(previous="")
 
     return [(Agreement, "_decision", unchained)]
 

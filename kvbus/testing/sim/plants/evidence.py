@@ -151,6 +151,7 @@ def retry_return() -> Sequence[Replaced]:
             held.lease._keeper.give_back(held.lease)  # type: ignore[attr-defined]
             held.bits = held.bits & ~int(Fact.RETURN_FAILED) | int(Fact.RETURNED)
             self._foreign.stopped_lenders.pop(held.lender)
+            self._foreign.just_stopped.remove(held.lender)
 
     return [(LeaseHolder, "_give_back", once_more)]
 
