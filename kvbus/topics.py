@@ -125,6 +125,7 @@ class Topics:
         """What a destination consumes; with no destination, what the stream stores."""
         return self._filter(Family.TRANSFER, destination, depth=2)
 
+    @lru_cache(maxsize=1_024)  # noqa: B019 - holds a prefix and no more; many times the members that one speaks to
     def command(self, instance: str, verb: Command, member: str = "") -> str:
         """Where an instance answers one command; with a member, where that member of it does."""
         return self._build(Family.COMMAND, instance, verb, *([escape(member)] if member else []))
