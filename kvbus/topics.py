@@ -150,6 +150,7 @@ class Topics:
         """Where the broker repeats stored settle decisions; with no instance, a filter for all."""
         return self._name_or_filter(Family.LIVE_SETTLE, instance)
 
+    @lru_cache(maxsize=1_024)  # noqa: B019 - as above; requesters are few, and hear of each of their transfers
     def result(self, requester: str) -> str:
         """Where a requester hears verdicts and outcomes."""
         return self._build(Family.RESULT, requester)

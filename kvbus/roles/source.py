@@ -18,7 +18,6 @@ from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView, SubmitMode
 from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
-from kvbus.parts import Body
 from kvbus.processes import ProcessWatch
 from kvbus.roles.digesting import Digester
 from kvbus.roles.doubts import Doubts
@@ -98,15 +97,15 @@ class Source:
             if event.header.i != body.key.instance:
                 raise PeerError("a question in another's name", sender=event.header.i, key=body.key.instance)
             answer = await self._lend(body)
-            return self._encoded(answer, event.header.event_id)
+            return self._recorder.encoded(answer, event.header.event_id)
         if isinstance(body, LeaseReleased):
             key, nonce, found = body.key, body.nonce, body.found
             known = self.released(key, nonce)
             if found is not None and self._book.is_closed(key_of(key), nonce):
                 self._doubts.note(key, found)
-            return self._encoded(_KNOWN if known else _UNKNOWN, event.header.event_id)
+            return self._recorder.encoded(_KNOWN if known else _UNKNOWN, event.header.event_id)
         if (named := names_answered(self._pool, body, self._name.instance)) is not None:
-            return self._encoded(named, event.header.event_id)
+            return self._recorder.encoded(named, event.header.event_id)
         raise PeerError("expected lend_requested, lease_released or prefix_asked", kind=event.header.k)
 
     def released(self, key: ReaderKey, nonce: bytes) -> bool:
@@ -377,22 +376,22 @@ class Source:
         key = key_of(asked.key)
         try:
             token_ids = tokens_from_bytes(asked.tokens)
-            async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as failed:
-                refused = failed or await self._digest_kept(self._held(asked))
-                if entry.state is not LendState.COMPUTING:
-                    return  # the reader has gone: nothing is lent
-                if refused is not None:
-                    entry.refusal = (refused.failure.name.lower(), f"{self._name.instance}: {refused.text}")
-                else:
-                    self._lend_now(asked, entry)
+            lend = partial(self._lend_computed, asked, entry)
+            await self._prefiller.computed(token_ids, asked.salt, lend, wait_s=asked.budget_s)
         except (KvbusError, ValueError) as error:
             log.warning("prefill for %s failed: %s", asked.key.transfer, error, extra={"transfer": asked.key.transfer})
             entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {error}")
         finally:
             self._questions.wake(key)
 
-    def _encoded(self, body: Body, cause: str) -> bytes:
-        return self._recorder.encoded(body, cause)
+    async def _lend_computed(self, asked: LendRequested, entry: LendEntry, failed: LeaseFailure | None) -> None:
+        refused = failed or await self._digest_kept(self._held(asked))
+        if entry.state is not LendState.COMPUTING:
+            return  # the reader has gone: nothing is lent
+        if refused is not None:
+            entry.refusal = (refused.failure.name.lower(), f"{self._name.instance}: {refused.text}")
+        else:
+            self._lend_now(asked, entry)
 
 
 def _refused(failure: FailureClass, text: str) -> LendAnswered:
