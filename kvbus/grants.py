@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from kvbus.codec import pack, unpack
 from kvbus.errors import PeerError
-from kvbus.events import from_column
+from kvbus.events import fields_of, from_column
 from kvbus.parts import Count, Epoch, Name, Nonce, Part, ProcessIdentity, Rank, ReaderKey
 
 GRANT_LENGTH_MAX_BYTES = 192 << 10
@@ -141,7 +141,7 @@ class LenderKey:
 
     def seal(self, grant: Grant) -> tuple[bytes, bytes]:
         """Return the grant's bytes and their signature; ValueError where it is too long for one answer."""
-        data = pack(grant.model_dump(exclude_none=True))
+        data = pack(fields_of(grant), fields_of)
         if len(data) > GRANT_LENGTH_MAX_BYTES:
             raise ValueError(f"grant is {len(data)} bytes, expected at most {GRANT_LENGTH_MAX_BYTES}: lend fewer pages")
         return data, self._signing_key.sign(data).signature
@@ -179,17 +179,18 @@ def refusal(grant: Grant, expected: Expected) -> str | None:
 
 
 def _geometry_refusal(pool: PoolGeometry, page_bytes: int) -> str | None:
+    stride, base, length_bytes = pool.page_stride, pool.base, pool.length_bytes
+    pages_offset, page_count = pool.pages_offset, pool.page_count
     if pool.page_bytes != page_bytes:
         return f"pages are {pool.page_bytes} bytes, expected {page_bytes}"
-    if pool.page_stride < pool.page_bytes:
-        return f"page stride {pool.page_stride} is shorter than a page of {pool.page_bytes} bytes"
-    if not pool.base or pool.base + pool.length_bytes >= 1 << 63:
+    if stride < page_bytes:
+        return f"page stride {stride} is shorter than a page of {page_bytes} bytes"
+    if not base or base + length_bytes >= 1 << 63:
         return "the pool has no address, or its address range wraps"
-    table_end = pool.generations_offset + Grant.GENERATION_LENGTH_BYTES * pool.page_count
-    if table_end > pool.pages_offset:
+    if pool.generations_offset + Grant.GENERATION_LENGTH_BYTES * page_count > pages_offset:
         return "the generation table overlaps the pages"
-    if pool.pages_offset + pool.page_stride * pool.page_count > pool.length_bytes:
-        return f"{pool.page_count} pages do not fit the pool of {pool.length_bytes} bytes"
+    if pages_offset + stride * page_count > length_bytes:
+        return f"{page_count} pages do not fit the pool of {length_bytes} bytes"
     return None
 
 

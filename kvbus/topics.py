@@ -125,6 +125,7 @@ class Topics:
         """What a destination consumes; with no destination, what the stream stores."""
         return self._filter(Family.TRANSFER, destination, depth=2)
 
+    @lru_cache(maxsize=1_024)  # noqa: B019 - holds a prefix and no more; many times the members that one speaks to
     def command(self, instance: str, verb: Command, member: str = "") -> str:
         """Where an instance answers one command; with a member, where that member of it does."""
         return self._build(Family.COMMAND, instance, verb, *([escape(member)] if member else []))
@@ -149,6 +150,7 @@ class Topics:
         """Where the broker repeats stored settle decisions; with no instance, a filter for all."""
         return self._name_or_filter(Family.LIVE_SETTLE, instance)
 
+    @lru_cache(maxsize=1_024)  # noqa: B019 - as above; requesters are few, and hear of each of their transfers
     def result(self, requester: str) -> str:
         """Where a requester hears verdicts and outcomes."""
         return self._build(Family.RESULT, requester)

@@ -280,20 +280,20 @@ class Transfer:
     @property
     def blocks_moved(self) -> int:
         """Blocks that arrived whole on every rank."""
-        return min((share.arrived for share in self.shares.values()), default=0)
+        return min([share.arrived for share in self.shares.values()], default=0)
 
     @property
     def length_bytes(self) -> int:
         """Bytes that arrived whole, over all ranks."""
-        return sum(share.length_bytes for share in self.shares.values())
+        return sum([share.length_bytes for share in self.shares.values()])
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Where the prompt may resume, in blocks: the largest floor and the smallest end over the ranks."""
-        ranges = [(share.lo, share.hi) for share in self.shares.values() if share.lo or share.hi]
-        if len(ranges) < len(self.shares) or not ranges:  # a rank got nothing: only what was here before can be used
-            ranges.append((self.prefix_held, self.prefix_held))
-        lo, hi = max(lo for lo, _ in ranges), min(hi for _, hi in ranges)
+        held = (self.prefix_held, self.prefix_held)  # all that can be used of a rank that got nothing
+        ranges = [(one.lo, one.hi) if one.lo or one.hi else held for one in self.shares.values()] or [held]
+        lows, highs = zip(*ranges, strict=True)
+        lo, hi = max(lows), min(highs)
         return (lo, hi) if lo <= hi else (0, 0)
 
     @property

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvbus.events import PlanAnswered, TransferRequested, TransferStep
@@ -45,10 +45,22 @@ class Admitting:
     """A request that is being answered; `refusal` is the answer, where it was not admitted."""
 
     request_id: str
+    request_hash: str
     cancelled: str = ""
     """Who does not want it any more; empty while nobody has said so."""
     refusal: Admission | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event | None = None
+
+    async def ended(self) -> None:
+        """Wait until it is answered; nearly never does another request of its hash come meanwhile."""
+        if self._ended is None:
+            self._ended = asyncio.Event()
+        await self._ended.wait()
+
+    def end(self) -> None:
+        """Let those go on who wait for its answer."""
+        if self._ended is not None:
+            self._ended.set()
 
 
 class QueuedCancels:

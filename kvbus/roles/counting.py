@@ -37,17 +37,18 @@ class TransferTotals:
 
     def add(self, outcome: TransferOutcome) -> None:
         """Count one transfer that has ended."""
-        self.ended[outcome.outcome] = self.ended.get(outcome.outcome, 0) + 1
-        self.length_bytes += outcome.length_bytes
+        word, length_bytes, total_s = outcome.outcome, outcome.length_bytes, outcome.total_s
+        self.ended[word] = self.ended.get(word, 0) + 1
+        self.length_bytes += length_bytes
         self.queue_s += outcome.queue_s
         self.grant_s += outcome.grant_s
         self.move_s += outcome.move_s
-        self.total_s += outcome.total_s
-        if outcome.outcome in USABLE:
-            self.spread_s.add(outcome.total_s)
-            self.spread_bytes.add(outcome.length_bytes)
-        elif outcome.failure:
-            self.failures[outcome.failure] = self.failures.get(outcome.failure, 0) + 1
+        self.total_s += total_s
+        if word in USABLE:
+            self.spread_s.add(total_s)
+            self.spread_bytes.add(length_bytes)
+        elif failure := outcome.failure:
+            self.failures[failure] = self.failures.get(failure, 0) + 1
 
     def counters(self) -> Counters:
         """Return them by name; a mean time is its sum divided by `transfers_ended`."""

@@ -28,6 +28,7 @@ OPEN_SHARE = 0.9
 """Of what remains, what may be spent on waiting for the other members: so that the answer says who is not there."""
 SOURCES_MAX = 4_096
 """Sources whose epoch is remembered, several times the instances of a large cluster."""
+_ENDED = Phase.ENDED  # looking a name up in an enum costs more than what is decided by it, for each line of facts
 
 
 class Destination:
@@ -64,27 +65,24 @@ class Destination:
     @property
     def running(self) -> int:
         """Transfers that have not ended."""
-        return len(self.open_transfers())
+        return sum(one.transfer.phase is not _ENDED for one in self._running.values())
 
     def open_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers that have not ended."""
-        return tuple(one.transfer for one in self._running.values() if one.transfer.phase is not Phase.ENDED)
+        return tuple(one.transfer for one in self._running.values() if one.transfer.phase is not _ENDED)
 
     # ----------------------------------------------------------------------------------------------------- requests
 
     async def request(self, request: TransferRequested, offer: Offer) -> tuple[TransferVerdict, str]:
         """Answer one request; return the verdict, and the transfer whose end the caller may await, or ""."""
-        admission = await self._admit(request, offer)
+        request_id, request_hash = request.request_id, request.request_hash
+        verdict, reason, transfer = await self._admit(request, request_id, request_hash, offer)
         answer = TransferVerdict(
-            request_id=request.request_id,
-            request_hash=request.request_hash,
-            verdict=WORD[admission.verdict],
-            reason=admission.reason,
-            transfer=admission.transfer,
+            request_id=request_id, request_hash=request_hash, verdict=WORD[verdict], reason=reason, transfer=transfer
         )
-        if admission.transfer:
-            self.results.join(request, admission.transfer)
-        return answer, admission.transfer
+        if transfer:
+            self.results.join(request, transfer)
+        return answer, transfer
 
     def cancel(self, request_hash: str, text: str, *, said_unix_s: float) -> bool:
         """Stop the transfer of a request; False where none is running or being admitted here.
@@ -117,7 +115,8 @@ class Destination:
         """Let every transfer look at the time."""
         for running in list(self._running.values()):
             running.tick()
-            self._forget_if_finished(running)
+            if running.transfer.phase is _ENDED:
+                self._forget_if_finished(running)
         for running in list(self._sharing.values()):
             self._conclude_if_overdue(running)
 
@@ -132,7 +131,8 @@ class Destination:
         """A line of facts, perhaps about one of ours."""
         if running := self._by_ticket.get(ticket):
             running.on_line(ticket, bits, lo, hi)
-            self._forget_if_finished(running)
+            if running.transfer.phase is _ENDED:
+                self._forget_if_finished(running)
 
     def on_outcome(self, row: OutcomeRow) -> None:
         """An attempt ended."""
@@ -146,42 +146,42 @@ class Destination:
 
     # ---------------------------------------------------------------------------------------------------- admission
 
-    async def _admit(self, request: TransferRequested, offer: Offer) -> Admission:
+    async def _admit(self, request: TransferRequested, request_id: str, request_hash: str, offer: Offer) -> Admission:
         """Answer a request. Those of one hash come one after the other, and one request is refused once.
 
         Else a second delivery might be refused, and taken off the queue, while the first is still to be admitted (P20).
         """
-        while (other := self._admitting.get(request.request_hash)) is not None:
-            await other.ended.wait()
-            if other.request_id == request.request_id and other.refusal is not None:
+        while (other := self._admitting.get(request_hash)) is not None:
+            await other.ended()
+            if other.request_id == request_id and other.refusal is not None:
                 return other.refusal
-        cancelled = self._cancels.of(request.request_hash, sent_s=offer.sent_unix_s)
-        own = self._admitting[request.request_hash] = Admitting(request.request_id, cancelled)
+        cancelled = self._cancels.of(request_hash, sent_s=offer.sent_unix_s)
+        own = self._admitting[request_hash] = Admitting(request_id, request_hash, cancelled)
         try:
             admission = await self._admit_alone(request, own, offer)
         finally:
-            del self._admitting[request.request_hash]
-            own.ended.set()
+            del self._admitting[request_hash]
+            own.end()
         own.refusal = None if admission.transfer else admission
         return admission
 
     async def _admit_alone(self, request: TransferRequested, own: Admitting, offer: Offer) -> Admission:
         """Answer a request. Repeats are known before anything else is asked, whatever the state of this member."""
         asked_at, number = self._side.clock(), offer.number
-        who = {"request_id": request.request_id, "source": request.source}
-        known = self._gate.repeat(request.request_hash, **who, now=asked_at)
+        request_id, request_hash, source_name = own.request_id, own.request_hash, request.source
+        known = self._gate.repeat(request_hash, request_id=request_id, source=source_name, now=asked_at)
         if known is not None:
             return known
         if number > 1 and (ended := await self._ended_before(request)) is not None:
             return ended
         past = self._past
-        handed_back, left = past.spared(request.request_id, request.request_hash) if past is not None else (0, 0)
+        handed_back, left = past.spared(request_id, request_hash) if past is not None else (0, 0)
         limit_s = math.inf if handed_back else request.queue_limit_s  # what was accepted once was so in time
         if unable := self._unable(offer.waited_s, limit_s):
             return self._gate.refuse(*unable)
         source: Registered | str = spent(number - handed_back - left)
         if not source and not own.cancelled:
-            source = await self._sources.find(request.source, self._side.pool.layout.fingerprint())
+            source = await self._sources.find(source_name, self._side.pool.layout.fingerprint())
             if isinstance(source, str):
                 return self._gate.refuse(source, "source")
         now = self._side.clock()
@@ -190,9 +190,11 @@ class Destination:
             return self._gate.refuse(*unable)
         self._number += 1
         transfer_id = f"{self._side.instance}-{self._side.epoch & 0xFFFFFFFF:08x}-{self._number}"
-        admission = self._gate.admit(request.request_hash, **who, transfer=transfer_id, now=now)
+        admission = self._gate.admit(
+            request_hash, request_id=request_id, source=source_name, transfer=transfer_id, now=now
+        )
         if admission.verdict is Verdict.ACCEPTED:
-            transfer = Transfer(transfer_id, request.request_hash, request.source, now, request.budget_s, queue_s)
+            transfer = Transfer(transfer_id, request_hash, source_name, now, request.budget_s, queue_s)
             self._start(request, transfer, source, cancelled=own.cancelled, queued=offer.queued)
         return admission
 
@@ -231,8 +233,8 @@ class Destination:
         running = Running(self._side, request, transfer, self._index, self._on_ended, queued=queued)
         self.results.open(transfer.transfer)
         self._running[transfer.transfer] = running
-        self._by_hash[request.request_hash] = transfer.transfer
-        self._note(transfer, "accepted", f"from {request.source}, on_miss {request.on_miss}", request.request_id)
+        self._by_hash[transfer.request_hash] = transfer.transfer
+        self._note(transfer, "accepted", f"from {transfer.source}, on_miss {request.on_miss}", request.request_id)
         if cancelled:
             running.cancelled(FailureClass.CANCELLED, cancelled)
         if isinstance(source, str):
@@ -259,7 +261,7 @@ class Destination:
 
     async def _wait_for_same_content(self, running: Running, names: Sequence[bytes]) -> None:
         """Two prompts worded differently may tokenize alike: the second waits, and finds its pages here."""
-        other = self._gate.same_content(running.request.request_hash, names[-1]) if names else None
+        other = self._gate.same_content(running.transfer.request_hash, names[-1]) if names else None
         if other is not None:
             self._note(running.transfer, "waiting", f"transfer {other} brings the same tokens")
             await self.results.ended(other, running.transfer.remaining_s(self._side.clock()))
@@ -372,10 +374,10 @@ class Destination:
         outcome = outcome_of(running.transfer, destination=self._side.instance, agreed=running.agreed)
         if running.unwanted and outcome.outcome == "cancelled":
             outcome = outcome.model_copy(update={"failure": "cancelled", "reason": running.unwanted})
-        if outcome.outcome not in SETTLED:  # another run of the source may stand in the registry by now
-            self._sources.forget(running.transfer.source)
         settled = outcome.outcome in SETTLED
-        self._gate.ended(running.request.request_hash, settled=settled)
+        if not settled:  # another run of the source may stand in the registry by now
+            self._sources.forget(running.transfer.source)
+        self._gate.ended(running.transfer.request_hash, settled=settled)
         if running.is_handed_back and not settled:
             if not self._faulted:
                 self._note(running.transfer, HANDED_BACK, outcome.reason, running.request.request_id)
@@ -386,7 +388,7 @@ class Destination:
     def _forget_if_finished(self, running: Running) -> None:
         if not running.transfer.finished:
             return
-        transfer, request_hash = running.transfer.transfer, running.request.request_hash
+        transfer, request_hash = running.transfer.transfer, running.transfer.request_hash
         self._running.pop(transfer, None)
         if self._by_hash.get(request_hash) == transfer:
             del self._by_hash[request_hash]

@@ -1,7 +1,6 @@
 """Prefill on behalf of a reader: the local engine computes a prompt without output, and its pages come back pinned."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvbus.engines.base import Prefilled
@@ -31,16 +30,20 @@ class Prefiller:
         self._port = port
         self._desk = desk
 
-    @asynccontextmanager
     async def computed(
-        self, token_ids: tuple[int, ...], salt: str, *, wait_s: float
-    ) -> AsyncIterator[LeaseFailure | None]:
-        """Yield None once the prompt's pages stand in the pool, pinned until the block ends; else why they do not."""
+        self,
+        token_ids: tuple[int, ...],
+        salt: str,
+        use: Callable[[LeaseFailure | None], Awaitable[None]],
+        *,
+        wait_s: float,
+    ) -> None:
+        """Have `use` hear None once the prompt's pages stand in the pool, pinned until it returns; else why not."""
         answer = await self._port.prefill(token_ids, salt, wait_s)
         if isinstance(answer, Refusal):  # the engine takes no such prompt: too long, or ids that it does not know
-            yield LeaseFailure(FailureClass.BAD_REQUEST, answer.text)
+            await use(LeaseFailure(FailureClass.BAD_REQUEST, answer.text))
             return
         try:
-            yield LeaseFailure(FailureClass.LEASE_REFUSED, answer.refused) if answer.refused else None
+            await use(LeaseFailure(FailureClass.LEASE_REFUSED, answer.refused) if answer.refused else None)
         finally:
             self._desk.release(answer.handle)

@@ -34,18 +34,19 @@ class KnownReaders:
 
     def refusal(self, asked: LendRequested) -> tuple[FailureClass, str] | None:
         """Fix which process asks, or return why nothing can be lent to it."""
-        who = (asked.key.instance, asked.key.member, asked.key.epoch)
+        key, process = asked.key, asked.process
+        who = (key.instance, key.member, key.epoch)
         known = self._known.get(who)
         if known is not None:
-            if known == asked.process:
+            if known == process:
                 return None
             return FailureClass.GRANT_REFUSED, "this epoch of yours was another process before"
         if len(self._known) >= READERS_KNOWN_MAX:
             for one in [one for one in self._known if not self._is_served(one)]:
                 del self._known[one]
-        if same_host(asked.process) and not self._watch.watch(asked.process, lambda: self._on_death(who)):
+        if same_host(process) and not self._watch.watch(process, lambda: self._on_death(who)):
             return FailureClass.PEER_LOST, "your process is not on this host any more, or too many are watched"
-        self._known[who] = asked.process
+        self._known[who] = process
         return None
 
     def forget(self, who: Who) -> None:

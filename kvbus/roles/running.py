@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Protocol
 
 from kvbus.dataplane.choosing import Found, Way
 from kvbus.dataplane.reading import ReadOrder
@@ -32,6 +31,7 @@ from kvbus.parts import PagesFound, ProcessIdentity
 from kvbus.pool.pins import PinSet
 from kvbus.roles.asking import Asker, Granted, NotGranted
 from kvbus.roles.digesting import keep_granted
+from kvbus.roles.grouping import TransferGroup
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered
@@ -39,37 +39,8 @@ from kvbus.roles.rounds import Rounds
 from kvbus.roles.tasks import started
 from kvbus.roles.tokens import Content
 
-
-class TransferGroup(Protocol):
-    """The other members of this instance, where it has several: a transfer is theirs as well."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this member takes requests for the instance now."""
-
-    async def open(self, transfer: str, give_up_at: float, *, wait_s: float) -> str:
-        """Open a transfer over all members; return "" once this member's share has begun, or why it does not."""
-
-    def cancel(self, transfer: str, text: str) -> bool:
-        """Have every member stop its share of a transfer; False where this member cannot."""
-
-    def leased(self, transfer: str, ticket: int) -> None:
-        """The pages that are missing here are leased."""
-
-    def nothing_missing(self, transfer: str, blocks: int) -> None:
-        """Every block is here already."""
-
-    def explain(self, transfer: str, reason: str) -> None:
-        """Say why this member gives its share up, for whoever asked."""
-
-    def refuse(self, transfer: str, reason: str) -> None:
-        """Nothing of the transfer can be brought here."""
-
-    def is_open(self, transfer: str) -> bool:
-        """Whether this member's share in a transfer lives: no decision has ended it."""
-
-    def may_give_up(self, transfer: str) -> bool:
-        """Whether this member may abandon its lease by itself (P11)."""
+# Looking a name up in an enum costs more than what is decided by it here, for each line of facts.
+_RESOLVING, _SUBMITTED = Phase.RESOLVING, int(Fact.SUBMITTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +127,7 @@ class Running:
 
     def resolved(self, source: Registered, content: Content) -> None:
         """The prompt has its page names: see what is missing here, and pin what is not."""
-        if self.transfer.phase is not Phase.RESOLVING:
+        if self.transfer.phase is not _RESOLVING:
             return  # cancelled, or out of time, meanwhile
         self.source = source
         pool = self.side.pool
@@ -165,19 +136,19 @@ class Running:
             self.request = self.request.model_copy(update={"salt": content.salt, "on_miss": "partial"})
         pool.prompts.note(self.names, content.salt)
         held = pool.lender.held(self.names)
-        self.missing = tuple(block for block, here in enumerate(held) if not here)
+        self.missing = tuple([block for block, here in enumerate(held) if not here])
+        wanted = len(self.names)
+        blocks_held = wanted - len(self.missing)
         # A hit is pinned from planning on, so that the prefix is still here when the rest arrives (P10), and counts as
         # what is lent does (P26).
-        hits = [name for name, here in zip(self.names, held, strict=True) if here]
+        hits = [name for name, here in zip(self.names, held, strict=True) if here] if blocks_held else []
         kept = pool.kept([page for name in hits for page in pool.lender.pages_held((name,))]) if hits else None
         self.pins = kept if isinstance(kept, PinSet) else None
-        wanted = len(self.names)
-        self._step("resolved", f"{content.tokens} tokens, {wanted} blocks, {wanted - len(self.missing)} here already")
+        self._step("resolved", f"{content.tokens} tokens, {wanted} blocks, {blocks_held} here already")
         now = self.side.clock()
         if isinstance(kept, LeaseFailure) and (self.missing or self.side.group is not None):  # else it ends at once
             self.failed(kept.failure, kept.text)
             return
-        blocks_held = wanted - len(self.missing)
         if self.side.group is not None and not self.missing:
             self.side.group.nothing_missing(self._id, wanted)
         prefix = self.missing[0] if self.missing else wanted
@@ -199,12 +170,15 @@ class Running:
 
     def tick(self) -> None:
         """Time has passed."""
-        self.act(self.transfer.tick(self.side.clock()))
+        if actions := self.transfer.tick(self.side.clock()):
+            self.act(actions)
 
     def on_line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
         """A line of facts about one of this transfer's leases."""
-        self._tell_ways(bits)
-        self.act(self.transfer.facts(self.side.clock(), ticket, bits, lo, hi))
+        if self.granted is not None:  # else nothing was ordered
+            self._tell_ways(bits)
+        if actions := self.transfer.facts(self.side.clock(), ticket, bits, lo, hi):
+            self.act(actions)
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -236,7 +210,7 @@ class Running:
 
     def _lease_pages(self) -> None:
         side, request = self.side, self.request
-        names = tuple(self.names[block] for block in self.missing)
+        names = self._missing_names()
         try:
             lease = side.pool.lender.lend_write(names, self.missing, prompt_blocks=len(self.names), salt=request.salt)
         except ValueError as error:
@@ -251,8 +225,8 @@ class Running:
         if side.group is not None:
             side.group.leased(self._id, ticket)
         else:
-            parties = tuple(Party(side.member, side.epoch, rank, number) for number, rank in self.tickets.items())
-            side.rounds.decide(lambda agreement: agreement.open(self._id, parties))
+            party = Party(side.member, side.epoch, lease.rank, ticket)
+            side.rounds.decide(lambda agreement: agreement.open(self._id, (party,)))
         self.nonce = side.nonce(16)
         actions = self.transfer.leased(now, self.tickets)
         self._step("leased", f"T{ticket}: {len(names)} pages")
@@ -267,30 +241,31 @@ class Running:
         await side.rounds.shared()  # a refusal by the pool or the binding is known after this
         if self.transfer.phase is not Phase.ASKING:
             return
+        source, on_miss = self._source(), request.on_miss
         asked = LendRequested(
             key=self._key(),
             nonce=self.nonce,
             fingerprint=side.pool.layout.fingerprint(),
-            names=b"".join(self.names[block] for block in self.missing),
+            names=b"".join(self._missing_names()),
             first_block=self.missing[0],
-            tokens=token_bytes(self.token_ids) if request.on_miss == "prefill" else b"",
+            tokens=token_bytes(self.token_ids) if on_miss == "prefill" else b"",
             salt=request.salt,
-            on_miss=request.on_miss,
+            on_miss=on_miss,
             budget_s=max(0.001, self.transfer.remaining_s(side.clock())),
             wait_s=side.lend_wait_s,
             process=side.process,
-            source_epoch=self._source().epoch,
+            source_epoch=source.epoch,
             transports=side.transports,
             network=side.network,
             traceparent=side.recorder.spans.traceparent(self._id),
         )
-        self._step("asking", f"{request.source} for {len(self.missing)} blocks, on_miss {request.on_miss}")
+        self._step("asking", f"{source.instance} for {len(self.missing)} blocks, on_miss {on_miss}")
         answer = await side.asker.ask(
             asked,
-            self._source(),
+            source,
             page_bytes=side.pool.layout.page_bytes,
             deadline=self.transfer.deadline,
-            on_computing=lambda: self._step("computing", f"{request.source} computes the prompt"),
+            on_computing=lambda: self._step("computing", f"{source.instance} computes the prompt"),
         )
         now = side.clock()
         if isinstance(answer, NotGranted):
@@ -298,7 +273,7 @@ class Running:
             return
         self.granted = answer
         blocks = len(answer.grant.page_indexes())
-        self._step("granted", f"lease T{answer.grant.ticket} of {request.source}: {blocks} pages")
+        self._step("granted", f"lease T{answer.grant.ticket} of {source.instance}: {blocks} pages")
         self.act(self.transfer.granted(now, blocks))
         await side.rounds.shared()  # with those whose grants came at the same time
 
@@ -314,10 +289,8 @@ class Running:
 
     def _tell_ways(self, bits: int) -> None:
         """Say which way the pages take, and why; and over which lanes they came, once that is known."""
-        if self.granted is None:
-            return  # nothing was ordered
         told = [way for ticket in self.tickets for way in self.side.ways(ticket)]
-        if not (told or self._told_way) and bits & Fact.SUBMITTED:
+        if not (told or self._told_way) and bits & _SUBMITTED:
             told = [Way("moving", f"by {self.side.binding}")]
         for way in told:
             self._step(way.step, way.text)
@@ -325,9 +298,11 @@ class Running:
 
     def _found(self) -> PagesFound | None:
         """Return what the source should know of its pages, by their place and content there; None where all is well."""
+        if self.granted is None:
+            return None  # nothing was ordered
         told = [self.side.found(ticket) for ticket in self.tickets]
         rows, changed = [row for one in told for row in one.differing], sum(one.changed for one in told)
-        if self.granted is None or not (rows or changed):
+        if not (rows or changed):
             return None
         pages, digests = self.granted.grant.page_indexes(), self.granted.grant.page_digests()
         return PagesFound(
@@ -383,6 +358,10 @@ class Running:
             raise LedgerContradictionError("a transfer without its source", transfer=self._id)
         return self.source
 
+    def _missing_names(self) -> tuple[bytes, ...]:
+        names, missing = self.names, self.missing
+        return names if len(missing) == len(names) else tuple([names[block] for block in missing])
+
     def _key(self) -> ReaderKey:
         """Return under which key the source is asked, and hears that access has ended."""
         if self._reader is None:
@@ -393,4 +372,5 @@ class Running:
         return self._reader
 
     def _step(self, step: str, text: str) -> None:
-        self.side.recorder.step(self._id, self.request.request_hash, step, text, self.request.request_id)
+        transfer = self.transfer
+        self.side.recorder.step(transfer.transfer, transfer.request_hash, step, text, self.request.request_id)

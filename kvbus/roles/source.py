@@ -18,7 +18,6 @@ from kvbus.ledger.facts import Fact, FailureClass
 from kvbus.ledger.lending import Key, LendBook, LendEntry, LendState
 from kvbus.ledger.types import Direction, LeaseFailure, LeaseView, SubmitMode
 from kvbus.names import NAME_LENGTH_BYTES, names_from_bytes, tokens_from_bytes
-from kvbus.parts import Body
 from kvbus.processes import ProcessWatch
 from kvbus.roles.digesting import Digester
 from kvbus.roles.doubts import Doubts
@@ -37,6 +36,8 @@ __all__ = ["LEND_MODE", "Fenced", "LenderName", "PoolAccess", "Source", "key_of"
 LEND_MODE = SubmitMode("lending", Direction.READ)
 
 TEXT_LENGTH_MAX = 2_000
+
+_KNOWN, _UNKNOWN = ReleaseConfirmed(known=True), ReleaseConfirmed(known=False)
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Source:
     ) -> None:
         self._name = name
         self._pool = pool
+        self._geometry = pool.geometry()
         self._digester = Digester(pool.memory)
         self._doubts = Doubts(pool, recorder)
         self._access = access
@@ -95,14 +97,15 @@ class Source:
             if event.header.i != body.key.instance:
                 raise PeerError("a question in another's name", sender=event.header.i, key=body.key.instance)
             answer = await self._lend(body)
-            return self._encoded(answer, event.header.event_id)
+            return self._recorder.encoded(answer, event.header.event_id)
         if isinstance(body, LeaseReleased):
-            known = self.released(body.key, body.nonce)
-            if body.found is not None and self._book.is_closed(key_of(body.key), body.nonce):
-                self._doubts.note(body.key, body.found)
-            return self._encoded(ReleaseConfirmed(known=known), event.header.event_id)
+            key, nonce, found = body.key, body.nonce, body.found
+            known = self.released(key, nonce)
+            if found is not None and self._book.is_closed(key_of(key), nonce):
+                self._doubts.note(key, found)
+            return self._recorder.encoded(_KNOWN if known else _UNKNOWN, event.header.event_id)
         if (named := names_answered(self._pool, body, self._name.instance)) is not None:
-            return self._encoded(named, event.header.event_id)
+            return self._recorder.encoded(named, event.header.event_id)
         raise PeerError("expected lend_requested, lease_released or prefix_asked", kind=event.header.k)
 
     def released(self, key: ReaderKey, nonce: bytes) -> bool:
@@ -188,15 +191,15 @@ class Source:
     # -------------------------------------------------------------------------------------------------------- steps
 
     async def _lend(self, asked: LendRequested) -> LendAnswered:
-        key = key_of(asked.key)
-        if self._book.is_closed(key, asked.nonce):
+        key, nonce = key_of(asked.key), asked.nonce
+        if self._book.is_closed(key, nonce):
             return _refused(FailureClass.CANCELLED, "this reader has said before that its access has ended")
         entry = self._book.find(key)
         if entry is None:
             refusal = self._refusal(asked)
             if refusal is not None:
                 return refusal
-            entry = self._book.open(key, asked.nonce, now=self._clock())
+            entry = self._book.open(key, nonce, now=self._clock())
             try:
                 self._decide(asked, entry)
             except ValueError as error:  # names or positions that no prompt has; nothing was lent
@@ -204,7 +207,7 @@ class Source:
             except Exception:  # a fault of ours, told as such; nothing was lent, and the key is free again
                 self._book.forget(key)
                 raise
-        elif not hmac.compare_digest(entry.nonce, asked.nonce):
+        elif not hmac.compare_digest(entry.nonce, nonce):
             # The grant carries the nonce by which its reader ends the lease: it is for nobody else's eyes.
             return _refused(FailureClass.GRANT_REFUSED, "this key is in use, under another nonce")
         if entry.state is LendState.COMPUTING and entry.refusal is None and asked.wait_s > 0:
@@ -236,7 +239,8 @@ class Source:
         if asked.fingerprint != mine:
             text = f"layout fingerprints differ: {self._name.instance} has {mine}, you have {asked.fingerprint}"
             return _refused(FailureClass.GRANT_REFUSED, text)
-        if not asked.names or len(asked.names) % NAME_LENGTH_BYTES:
+        names = asked.names
+        if not names or len(names) % NAME_LENGTH_BYTES:
             return _refused(FailureClass.BAD_REQUEST, f"names must be whole names of {NAME_LENGTH_BYTES} bytes")
         self._book.sweep(self._clock())
         if self._book.is_full():
@@ -248,14 +252,14 @@ class Source:
         """Lend at once where that is possible; otherwise say why not, or start to compute."""
         names = names_from_bytes(asked.names)
         pages = self._pool.lender.pages_held(names)
-        held = len(pages)
-        if held == len(names) or (asked.on_miss == "partial" and held):
+        held, on_miss = len(pages), asked.on_miss
+        if held == len(names) or (on_miss == "partial" and held):
             self._lend_digested(asked, entry, names, pages)
-        elif asked.on_miss == "prefill":
+        elif on_miss == "prefill":
             self._start_prefill(asked, entry, len(names) - held)
         else:
             text = (
-                f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {asked.on_miss!r}: "
+                f"{self._name.instance} holds {held} of the {len(names)} blocks, and on_miss is {on_miss!r}: "
                 "on_miss 'prefill' lets it compute them"
             )
             entry.refusal = (FailureClass.SOURCE_MISSES.name.lower(), text)
@@ -304,18 +308,16 @@ class Source:
     def _lend_now(self, asked: LendRequested, entry: LendEntry, names: tuple[bytes, ...] = ()) -> None:
         holder, names = self._rounds.holder, names or names_from_bytes(asked.names)
         lease = self._pool.lender.lend_read(names, asked.first_block, whole=asked.on_miss == "prefill")
-        offer = self._access.offer(asked)
+        key, offer = asked.key, self._access.offer(asked)
         reader = Reader(
-            asked.key,
+            key,
             asked.nonce,
             asked.process,
             looks(asked),
             secret=offer.secret,
             by_socket_only=offer.by_socket_only,
         )
-        ticket = holder.take(
-            lease, LEND_MODE, reader, now=self._clock(), peer=asked.key.instance, transfer=asked.key.transfer
-        )
+        ticket = holder.take(lease, LEND_MODE, reader, now=self._clock(), peer=key.instance, transfer=key.transfer)
         self._rounds.run()
         view = holder.view(ticket)
         if view is None or not view.pages or not holder.bits(ticket) & Fact.SUBMITTED:
@@ -325,32 +327,32 @@ class Source:
             self._rounds.run()
             return
         try:
-            data, signature = self._key.seal(self._grant(asked, ticket, view, offer))
+            data, signature = self._key.seal(self._grant(reader, ticket, view, offer))
         except Exception as error:  # noqa: BLE001 - whatever it is, the grant never left
             entry.refusal = (FailureClass.LEASE_REFUSED.name.lower(), str(error))
             self._lending.withdraw(ticket)
             self._rounds.run()
             return
-        self._book.grant(key_of(asked.key), ticket=ticket, grant=data, signature=signature, lease_id=lease.lease_id)
+        self._book.grant(key_of(key), ticket=ticket, grant=data, signature=signature, lease_id=lease.lease_id)
 
-    def _grant(self, asked: LendRequested, ticket: int, view: LeaseView, offer: Offer) -> Grant:
+    def _grant(self, reader: Reader, ticket: int, view: LeaseView, offer: Offer) -> Grant:
         digests = self._digester.column(view)
         return Grant(
             lender_instance=self._name.instance,
             lender_member=self._name.member,
             lender_epoch=self._name.epoch,
-            reader=asked.key,
+            reader=reader.key,
             ticket=ticket,
             rank=view.rank,
             fingerprint=self._pool.layout.fingerprint(),
-            nonce=asked.nonce,
-            pool=self._pool.geometry(),
+            nonce=reader.nonce,
+            pool=self._geometry,
             pages=column(view.pages, 4),
             counters=column(view.counters, 8),
             ucx=offer.ucx,
             memory=offer.memory,
             socket=offer.socket,
-            checked=looks(asked),
+            checked=reader.checked,
             digests=None if digests is None else column(digests, 8),
         )
 
@@ -374,22 +376,22 @@ class Source:
         key = key_of(asked.key)
         try:
             token_ids = tokens_from_bytes(asked.tokens)
-            async with self._prefiller.computed(token_ids, asked.salt, wait_s=asked.budget_s) as failed:
-                refused = failed or await self._digest_kept(self._held(asked))
-                if entry.state is not LendState.COMPUTING:
-                    return  # the reader has gone: nothing is lent
-                if refused is not None:
-                    entry.refusal = (refused.failure.name.lower(), f"{self._name.instance}: {refused.text}")
-                else:
-                    self._lend_now(asked, entry)
+            lend = partial(self._lend_computed, asked, entry)
+            await self._prefiller.computed(token_ids, asked.salt, lend, wait_s=asked.budget_s)
         except (KvbusError, ValueError) as error:
             log.warning("prefill for %s failed: %s", asked.key.transfer, error, extra={"transfer": asked.key.transfer})
             entry.refusal = (FailureClass.ENGINE_LOST.name.lower(), f"{self._name.instance}: {error}")
         finally:
             self._questions.wake(key)
 
-    def _encoded(self, body: Body, cause: str) -> bytes:
-        return self._recorder.encoded(body, cause)
+    async def _lend_computed(self, asked: LendRequested, entry: LendEntry, failed: LeaseFailure | None) -> None:
+        refused = failed or await self._digest_kept(self._held(asked))
+        if entry.state is not LendState.COMPUTING:
+            return  # the reader has gone: nothing is lent
+        if refused is not None:
+            entry.refusal = (refused.failure.name.lower(), f"{self._name.instance}: {refused.text}")
+        else:
+            self._lend_now(asked, entry)
 
 
 def _refused(failure: FailureClass, text: str) -> LendAnswered:
