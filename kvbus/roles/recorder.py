@@ -16,14 +16,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvbus.codec import pack
+from kvbus.codec import begun_map, packer
 from kvbus.errors import BusError
 from kvbus.events import EVENT_LENGTH_MAX_BYTES, VERSION, EventsBatch, FactsSeen, Header, TransferStep, fields_of
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import LeaseFacts
 from kvbus.parts import Body
 from kvbus.roles.journal import note_event, note_facts, note_step
-from kvbus.roles.lane import Lane, Outgoing
+from kvbus.roles.lane import Lane
 from kvbus.roles.rows import Fields, fields_of_decision, fields_of_lines, fields_of_row
 from kvbus.roles.spans import Spans
 from kvbus.topics import Topics
@@ -63,6 +63,8 @@ class Recorder:
         self._sequence = 0
         Header(k="any", i=instance, m=member, e=epoch, s=0, t=0)  # checks once what all of this member's headers share
         self._speaker = f"{instance}.{member}.{epoch}"
+        self._heads: dict[str, bytes] = {}
+        self._pack = packer(fields_of)
         self._facts = Lane(topics.facts(instance), self._batch)
         self._decisions = Lane(topics.settle(instance), self._batch)
         self._queued_bytes = 0
@@ -205,7 +207,7 @@ class Recorder:
         while True:
             while (outgoing := lane.begin(self._first_undecided() if lane is self._facts else None)) is not None:
                 rest_s = REST_S if lane.leaves_steps else 0.0
-                await self._store(lane, outgoing)
+                await self._store(lane, *outgoing)
                 self._queued_bytes -= lane.end()
                 self._tell_of_end(lane)
                 if rest_s:
@@ -214,7 +216,7 @@ class Recorder:
 
     def _first_undecided(self) -> int | None:
         """Return the number of the oldest decision that is not stored; None where all are."""
-        return self._decisions.queue[0].sequence if self._decisions.queue else None
+        return self._decisions.queue[0][1] if self._decisions.queue else None
 
     def _tell_of_end(self, lane: Lane) -> None:
         if lane is self._decisions:
@@ -225,11 +227,11 @@ class Recorder:
         if not self._facts.queue and not self._decisions.queue:
             self._emptied.set()
 
-    async def _store(self, lane: Lane, outgoing: Outgoing) -> None:
-        pause_s, message_id = RETRY_MIN_S, f"{self._speaker}.{outgoing.sequence}"
+    async def _store(self, lane: Lane, data: bytes, sequence: int) -> None:
+        pause_s, message_id = RETRY_MIN_S, f"{self._speaker}.{sequence}"
         while True:
             try:
-                answer = await self._bus.store(lane.subject, outgoing.data, message_id=message_id)
+                answer = await self._bus.store(lane.subject, data, message_id=message_id)
             except BusError as error:
                 self.retries += 1
                 log.info("facts wait for the broker: %s", error)
@@ -240,15 +242,15 @@ class Recorder:
                 self.dropped += 1
                 log.warning("the stream would not take an event: %s", answer.reason)
             elif lane is self._facts:
-                self.stored_sequence = outgoing.sequence
+                self.stored_sequence = sequence
                 # A stream that went back gives a place away for the second time.
                 self.fell_back += not answer.duplicate and answer.sequence <= self.newest[0]
-                self.newest = (answer.sequence, outgoing.data)
+                self.newest = (answer.sequence, data)
             return
 
     def _put(self, lane: Lane, kind: str, fields: Fields, cause: str = "") -> None:
-        self._sequence += 1
-        data = self._encoded(kind, fields, cause, self._sequence)
+        self._sequence = sequence = self._sequence + 1
+        data = self._encoded(kind, fields, cause, sequence)
         length_bytes = len(data)
         if length_bytes > EVENT_LENGTH_MAX_BYTES - HEADERS_BYTES:  # the stream would refuse it each time (never seen)
             self.dropped += 1
@@ -264,23 +266,19 @@ class Recorder:
         if not lane.queue:  # else it is awake, or sleeps until a decision is stored
             self._emptied.clear()
             lane.wake()
-        lane.queue.append(Outgoing(data, self._sequence, kind))
+        lane.queue.append((data, sequence, kind))
         self._queued_bytes += length_bytes
 
     def _batch(self, events: list[bytes], sequence: int) -> bytes:
         return self._encoded(EventsBatch.KIND, {"events": events}, "", sequence)
 
     def _encoded(self, kind: str, fields: Fields, cause: str, sequence: int) -> bytes:
-        """Return what `encode` does, without a model of the header: what varies in it is made here."""
-        document: dict[str, object] = {
-            "v": VERSION,
-            "k": kind,
-            "i": self._instance,
-            "m": self._member,
-            "e": self._epoch,
-            "s": sequence,
-            "t": self._unix_ns(),
-            "c": cause,
-            "b": fields,
-        }
-        return pack(document, fields_of)
+        """Return what `encode` does, without a model of the header, and only what varies in it packed anew."""
+        head = self._heads.get(kind) or self._begin(kind)
+        return head + self._pack({"s": sequence, "t": self._unix_ns(), "c": cause, "b": fields})[1:]
+
+    def _begin(self, kind: str) -> bytes:
+        """Return how all events of one kind begin here; they are kept, since there are few kinds."""
+        shared = {"v": VERSION, "k": kind, "i": self._instance, "m": self._member, "e": self._epoch}
+        head = self._heads[kind] = begun_map(shared, 4)
+        return head
