@@ -345,7 +345,7 @@ def encode(header: Header, body: Body) -> bytes:
 
 def fields_of(part: object) -> dict[str, object]:
     """Return what a part's own dump would hold, at a third of its price: a model was checked when it was made."""
-    if Part not in type(part).__mro__:  # pydantic's `isinstance` costs more than all else here does
+    if not isinstance(part, Part):
         raise TypeError(f"{type(part).__name__} has no place in an event")
     return {name: value for name, value in part.__dict__.items() if value is not None}
 

@@ -16,16 +16,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvbus.codec import begun_map, packer
 from kvbus.errors import BusError
-from kvbus.events import EVENT_LENGTH_MAX_BYTES, VERSION, EventsBatch, FactsSeen, Header, TransferStep, fields_of
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, EventsBatch, FactsSeen, Header, TransferStep, fields_of
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import LeaseFacts
 from kvbus.parts import Body
 from kvbus.roles.journal import note_event, note_facts, note_step
 from kvbus.roles.lane import Lane
-from kvbus.roles.rows import Fields, fields_of_decision, fields_of_lines, fields_of_row
+from kvbus.roles.rows import fields_of_decision, fields_of_lines, fields_of_row
 from kvbus.roles.spans import Spans
+from kvbus.speaking import Fields, Speaker
 from kvbus.topics import Topics
 from kvbus.transport import Bus, NotStored
 
@@ -61,10 +61,8 @@ class Recorder:
         self._epoch = epoch
         self._unix_ns = unix_ns
         self._sequence = 0
-        Header(k="any", i=instance, m=member, e=epoch, s=0, t=0)  # checks once what all of this member's headers share
-        self._speaker = f"{instance}.{member}.{epoch}"
-        self._heads: dict[str, bytes] = {}
-        self._pack = packer(fields_of)
+        self._speaker = Speaker(instance, member, epoch)
+        self._name = f"{instance}.{member}.{epoch}"
         self._facts = Lane(topics.facts(instance), self._batch)
         self._decisions = Lane(topics.settle(instance), self._batch)
         self._queued_bytes = 0
@@ -128,7 +126,8 @@ class Recorder:
         `changed` stands in for what the body says; it is as little checked as in a copy of a model.
         """
         self._sequence += 1
-        return self._encoded(body.KIND, fields_of(body) | changed, cause, self._sequence)
+        fields = fields_of(body) | changed if changed else fields_of(body)
+        return self._speaker.event(body.KIND, fields, cause, self._sequence, self._unix_ns())
 
     # -------------------------------------------------------------------------------------------------------- input
 
@@ -228,7 +227,7 @@ class Recorder:
             self._emptied.set()
 
     async def _store(self, lane: Lane, data: bytes, sequence: int) -> None:
-        pause_s, message_id = RETRY_MIN_S, f"{self._speaker}.{sequence}"
+        pause_s, message_id = RETRY_MIN_S, f"{self._name}.{sequence}"
         while True:
             try:
                 answer = await self._bus.store(lane.subject, data, message_id=message_id)
@@ -250,7 +249,7 @@ class Recorder:
 
     def _put(self, lane: Lane, kind: str, fields: Fields, cause: str = "") -> None:
         self._sequence = sequence = self._sequence + 1
-        data = self._encoded(kind, fields, cause, sequence)
+        data = self._speaker.event(kind, fields, cause, sequence, self._unix_ns())
         length_bytes = len(data)
         if length_bytes > EVENT_LENGTH_MAX_BYTES - HEADERS_BYTES:  # the stream would refuse it each time (never seen)
             self.dropped += 1
@@ -270,15 +269,4 @@ class Recorder:
         self._queued_bytes += length_bytes
 
     def _batch(self, events: list[bytes], sequence: int) -> bytes:
-        return self._encoded(EventsBatch.KIND, {"events": events}, "", sequence)
-
-    def _encoded(self, kind: str, fields: Fields, cause: str, sequence: int) -> bytes:
-        """Return what `encode` does, without a model of the header, and only what varies in it packed anew."""
-        head = self._heads.get(kind) or self._begin(kind)
-        return head + self._pack({"s": sequence, "t": self._unix_ns(), "c": cause, "b": fields})[1:]
-
-    def _begin(self, kind: str) -> bytes:
-        """Return how all events of one kind begin here; they are kept, since there are few kinds."""
-        shared = {"v": VERSION, "k": kind, "i": self._instance, "m": self._member, "e": self._epoch}
-        head = self._heads[kind] = begun_map(shared, 4)
-        return head
+        return self._speaker.event(EventsBatch.KIND, {"events": events}, "", sequence, self._unix_ns())
