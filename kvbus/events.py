@@ -319,9 +319,6 @@ EventBody = (
 KINDS: dict[str, type[Body]] = {body.KIND: body for body in EventBody.__args__}
 
 
-_checked_header = Header.__pydantic_validator__.validate_python  # as `model_validate`, a quarter cheaper
-
-
 class UnknownKind(Part):
     """A well-formed message of a kind that this version does not know: to be skipped and counted."""
 
@@ -387,7 +384,7 @@ def decode(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> 
         raise PeerError("event has an unknown major version", got=got, expected=VERSION)
     body_document = document.pop("b", None)
     try:
-        header = _checked_header(document)
+        header = Header.__pydantic_validator__.validate_python(document)  # as `model_validate`, a quarter cheaper
         if not isinstance(body_document, dict):
             raise PeerError("event body must be a map", got=type(body_document).__name__, kind=header.k)
         kind = KINDS.get(header.k)

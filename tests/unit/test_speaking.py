@@ -30,7 +30,8 @@ def test_no_speaker_has_a_name_that_fits_no_subject() -> None:
 
 
 def test_a_map_that_was_begun_goes_on_with_the_pairs_of_another() -> None:
-    first, then = {"a": 1, "b": [2]}, {"c": b"3", "d": {"e": None}}
+    first: dict[str, object] = {"a": 1, "b": [2]}
+    then: dict[str, object] = {"c": b"3", "d": {"e": None}}
     assert begun_map(first, 2) + pack(then)[1:] == pack(first | then)
 
 
