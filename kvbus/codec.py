@@ -15,9 +15,13 @@ from kvbus.errors import PeerError
 MESSAGE_LENGTH_MAX_BYTES = 1 << 20
 
 _STRINGS = frozenset({str})
+_FOREIGN = frozenset({msgpack.Timestamp})
 
 Plain = Callable[[object], object]
 """A function of a module, since packers are kept for each."""
+
+_SHORT_MAP, _SHORT_MAP_MAX = 0x80, 15
+"""A map of so few pairs begins with one byte: this, and how many they are."""
 
 _FREE: defaultdict[Plain | None, list[msgpack.Packer]] = defaultdict(list)
 """Packers that nobody uses now. Each has a buffer of 256 KiB, which grows to its longest message, and packs one at a
@@ -37,6 +41,23 @@ def pack(document: dict[str, object], plain: Plain | None = None) -> bytes:
     if len(free) < _FREE_MAX:  # where it has raised, it is not used again
         free.append(packer)
     return packed
+
+
+def packer(plain: Plain | None = None) -> Callable[[object], bytes]:
+    """Return what packs as `pack` does, with a buffer of its own: for whoever packs much, and in one thread."""
+    packs: Callable[[object], bytes] = msgpack.Packer(default=plain, use_bin_type=True).pack
+    return packs
+
+
+def begun_map(document: dict[str, object], more: int) -> bytes:
+    """Return how the bytes of a map begin that holds these pairs, and then `more`; fewer than 16 in all.
+
+    The others follow as a packed map of their own, without its first byte, which only counts them.
+    """
+    pairs = len(document) + more
+    if pairs > _SHORT_MAP_MAX:
+        raise ValueError(f"a short map holds at most {_SHORT_MAP_MAX} pairs, got {pairs}")
+    return bytes((_SHORT_MAP | pairs,)) + pack(document)[1:]
 
 
 def unpack(data: bytes | memoryview, *, length_max_bytes: int = MESSAGE_LENGTH_MAX_BYTES) -> dict[str, object]:
@@ -71,13 +92,13 @@ def _plain_map(values: dict[object, object]) -> dict[object, object]:
     if not _STRINGS.issuperset(map(type, values)):  # of each message, so without a turn of Python for each key
         got = next(key for key in values if not isinstance(key, str))
         raise PeerError("message keys must be strings", got=type(got).__name__)
-    if msgpack.Timestamp in map(type, values.values()):
+    if not _FOREIGN.isdisjoint(map(type, values.values())):
         raise _timestamp_refused()
     return values
 
 
 def _plain_list(values: list[object]) -> list[object]:
-    if msgpack.Timestamp in map(type, values):
+    if not _FOREIGN.isdisjoint(map(type, values)):
         raise _timestamp_refused()
     return values
 

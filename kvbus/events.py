@@ -384,13 +384,13 @@ def decode(data: bytes, *, length_max_bytes: int = REQUEST_LENGTH_MAX_BYTES) -> 
         raise PeerError("event has an unknown major version", got=got, expected=VERSION)
     body_document = document.pop("b", None)
     try:
-        header = Header.model_validate(document)
+        header = Header.__pydantic_validator__.validate_python(document)  # as `model_validate`, a quarter cheaper
         if not isinstance(body_document, dict):
             raise PeerError("event body must be a map", got=type(body_document).__name__, kind=header.k)
         kind = KINDS.get(header.k)
         if kind is None:
             return Event(header, UnknownKind(kind=header.k))
-        return Event(header, cast("EventBody", kind.model_validate(body_document)))
+        return Event(header, cast("EventBody", kind.__pydantic_validator__.validate_python(body_document)))
     except ValidationError as error:
         raise PeerError("event does not fit its kind", problem=_first_problem(error)) from error
 

@@ -87,7 +87,7 @@ def request_hash(*, model: str, salt: str, source: str, prompt: bytes) -> str:
     model or from another source are another request.
     """
     pieces = (model.encode(), salt.encode(), source.encode(), prompt)
-    covered = b"".join(part for piece in pieces for part in (len(piece).to_bytes(8, "little"), piece))
+    covered = b"".join([part for piece in pieces for part in (len(piece).to_bytes(8, "little"), piece)])
     return hashlib.blake2b(covered, digest_size=16, person=b"kvbus-request").hexdigest()
 
 

@@ -23,6 +23,7 @@ WORDS = (
     "kvbus.blocks",
     "kvbus.events",
     "kvbus.events_*",
+    "kvbus.speaking",
     "kvbus.channels",
     "kvbus.reporting",
     "kvbus.settling",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvbus.errors import BusError, PeerError
-from kvbus.events import HeartbeatSeen, SharesReported, decode, encode
+from kvbus.events import HeartbeatSeen, SharesReported, decode
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.attendance import Attendance
 from kvbus.ledger.council import Council, Report
@@ -353,7 +353,7 @@ class InstanceCouncil:
         if self._council is not None:
             return  # it knows
         body = SharesReported(term=self.book.term, head=self.book.n, shares=tuple(map(row_of, self.book.rows())))
-        await self.bus.publish(self.topics.shares(self.place.instance), encode(self.recorder.header(body.KIND), body))
+        await self.bus.publish(self.topics.shares(self.place.instance), self.recorder.encoded(body))
         self.statistics.reports += 1
 
     async def _on_decision(self, delivery: Delivery) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvbus.draining import HOLDING_MAX, DrainAnswered, DrainAsked, HoldingRow
 from kvbus.errors import BusError, KvbusError, PeerError
-from kvbus.events import decode, encode
+from kvbus.events import decode
 from kvbus.ledger.facts import Fact
 from kvbus.ledger.held import Held
 from kvbus.roles.asking import Asker
@@ -112,8 +112,7 @@ class Drain:
         if not isinstance(event.body, DrainAsked):
             raise PeerError("expected drain_asked", kind=event.header.k)
         refusal = await self._obey(event.body, event.header.i)
-        answer = self._answer(refusal)
-        return encode(self._recorder.header(answer.KIND, event.header.event_id), answer)
+        return self._recorder.encoded(self._answer(refusal), event.header.event_id)
 
     async def _obey(self, asked: DrainAsked, who: str) -> str:
         """Do what is asked; return why not, in words."""

@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvbus.events import BATCH_EVENTS_MAX, EVENT_LENGTH_MAX_BYTES, FactsSeen, TransferStep
@@ -20,13 +19,8 @@ Pack = Callable[[list[bytes], int], bytes]
 """Makes one message of the events of a batch, under the number of the last of them."""
 
 
-@dataclass(slots=True)  # neither frozen nor a named tuple: each would be made at twice the price, for every event
-class Outgoing:
-    """One event, or the message that several of them make, under the number of the last of them."""
-
-    data: bytes
-    sequence: int
-    kind: str = ""
+Outgoing = tuple[bytes, int, str]
+"""An event, its number, and its kind; a bare tuple, since one is made for every event."""
 
 
 class Lane:
@@ -38,6 +32,7 @@ class Lane:
         self.asleep: asyncio.Future[None] | None = None
         """While nothing may leave: what ends that wait, for the one task that lets it leave."""
         self.leaving = 0
+        self._leaving_bytes = self._leaving_sequence = 0
         self.leaves_steps = False
         """Whether what is leaving tells steps of transfers, which will be followed by more."""
         self.left_sequence = 0
@@ -49,7 +44,7 @@ class Lane:
     @property
     def newest_sequence(self) -> int:
         """The newest event that waits; where none does, the last one that has left."""
-        return self.queue[-1].sequence if self.queue else self.left_sequence
+        return self.queue[-1][1] if self.queue else self.left_sequence
 
     async def sleep(self) -> None:
         """Wait until something more may leave."""
@@ -65,33 +60,36 @@ class Lane:
             self.asleep.set_result(None)
         self.asleep = None
 
-    def begin(self, before: int | None) -> Outgoing | None:
-        """Return what leaves next, as many events as fit; None where nothing may. Those from `before` on may not."""
+    def begin(self, before: int | None) -> tuple[bytes, int] | None:
+        """Return what leaves next, as many events as fit, under the number of the last; None where nothing may.
+
+        Those from `before` on may not.
+        """
         batch: list[bytes] = []
-        length_bytes = sequence = 0
+        length_bytes = last = 0
         tells_steps = False
-        for event in islice(self.queue, BATCH_EVENTS_MAX):
-            length_bytes += len(event.data)
-            if (before is not None and event.sequence >= before) or (batch and length_bytes > BATCH_LENGTH_MAX_BYTES):
+        for data, sequence, kind in islice(self.queue, BATCH_EVENTS_MAX):
+            with_it = length_bytes + len(data)
+            if (before is not None and sequence >= before) or (batch and with_it > BATCH_LENGTH_MAX_BYTES):
                 break
-            batch.append(event.data)
-            sequence = event.sequence
-            tells_steps = tells_steps or event.kind == STEP
+            batch.append(data)
+            length_bytes, last = with_it, sequence
+            if kind == STEP:
+                tells_steps = True
         self.leaving, self.leaves_steps = len(batch), tells_steps
-        if len(batch) < 2:
-            return self.queue[0] if batch else None
-        return Outgoing(self._pack(batch, sequence), sequence)
+        self._leaving_bytes, self._leaving_sequence = length_bytes, last
+        if not batch:
+            return None
+        return (batch[0] if len(batch) == 1 else self._pack(batch, last)), last
 
     def end(self) -> int:
         """Forget what was leaving, now that it has left; return its length."""
-        length_bytes = 0
         for _ in range(self.leaving):
-            event = self.queue.popleft()
-            length_bytes += len(event.data)
-            self.left_sequence = event.sequence
+            self.queue.popleft()
+        self.left_sequence = self._leaving_sequence
         self._looked_through = max(0, self._looked_through - self.leaving)
         self.leaving = 0
-        return length_bytes
+        return self._leaving_bytes
 
     def collapse(self) -> int | None:
         """Leave out of the oldest facts what later ones contain; return what that freed.
@@ -100,22 +98,23 @@ class Lane:
         """
         begin = max(self.leaving, self._looked_through)
         length_bytes, end = 0, begin
-        for outgoing in islice(self.queue, begin, None):
-            length_bytes, end = length_bytes + len(outgoing.data), end + 1
+        for data, _, _ in islice(self.queue, begin, None):
+            length_bytes, end = length_bytes + len(data), end + 1
             if length_bytes >= COLLAPSE_LENGTH_BYTES:
                 break
         if end == begin:
             return None
         queue = list(self.queue)
-        places = [place for place in range(begin, end) if queue[place].kind == FactsSeen.KIND]
-        left = dict(zip(places, newest_lines([queue[place].data for place in places]), strict=True))
+        places = [place for place in range(begin, end) if queue[place][2] == FactsSeen.KIND]
+        left = dict(zip(places, newest_lines([queue[place][0] for place in places]), strict=True))
         kept: list[Outgoing] = []
         freed_bytes = 0
         for place in range(begin, end):
-            data = left.get(place, queue[place].data)
-            freed_bytes += len(queue[place].data) - len(data or b"")
-            if data is not None:
-                kept.append(replace(queue[place], data=data))
+            whole, sequence, kind = queue[place]
+            newest = left.get(place, whole)
+            freed_bytes += len(whole) - len(newest or b"")
+            if newest is not None:
+                kept.append((newest, sequence, kind))
         self.collapsed += end - begin - len(kept)
         self.queue = deque([*queue[:begin], *kept, *queue[end:]])
         self._looked_through = begin + len(kept)

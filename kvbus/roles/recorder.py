@@ -16,16 +16,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvbus.codec import pack
 from kvbus.errors import BusError
-from kvbus.events import EVENT_LENGTH_MAX_BYTES, VERSION, EventsBatch, FactsSeen, Header, TransferStep, fields_of
+from kvbus.events import EVENT_LENGTH_MAX_BYTES, EventsBatch, FactsSeen, Header, TransferStep, fields_of
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import LeaseFacts
 from kvbus.parts import Body
 from kvbus.roles.journal import note_event, note_facts, note_step
-from kvbus.roles.lane import Lane, Outgoing
-from kvbus.roles.rows import Fields, fields_of_decision, fields_of_lines, fields_of_row
+from kvbus.roles.lane import Lane
+from kvbus.roles.rows import fields_of_decision, fields_of_lines, fields_of_row
 from kvbus.roles.spans import Spans
+from kvbus.speaking import Fields, Speaker
 from kvbus.topics import Topics
 from kvbus.transport import Bus, NotStored
 
@@ -61,8 +61,8 @@ class Recorder:
         self._epoch = epoch
         self._unix_ns = unix_ns
         self._sequence = 0
-        Header(k="any", i=instance, m=member, e=epoch, s=0, t=0)  # checks once what all of this member's headers share
-        self._speaker = f"{instance}.{member}.{epoch}"
+        self._speaker = Speaker(instance, member, epoch)
+        self._name = f"{instance}.{member}.{epoch}"
         self._facts = Lane(topics.facts(instance), self._batch)
         self._decisions = Lane(topics.settle(instance), self._batch)
         self._queued_bytes = 0
@@ -126,7 +126,8 @@ class Recorder:
         `changed` stands in for what the body says; it is as little checked as in a copy of a model.
         """
         self._sequence += 1
-        return self._encoded(body.KIND, fields_of(body) | changed, cause, self._sequence)
+        fields = fields_of(body) | changed if changed else fields_of(body)
+        return self._speaker.event(body.KIND, fields, cause, self._sequence, self._unix_ns())
 
     # -------------------------------------------------------------------------------------------------------- input
 
@@ -200,7 +201,7 @@ class Recorder:
         while True:
             while (outgoing := lane.begin(self._first_undecided() if lane is self._facts else None)) is not None:
                 rest_s = REST_S if lane.leaves_steps else 0.0
-                await self._store(lane, outgoing)
+                await self._store(lane, *outgoing)
                 self._queued_bytes -= lane.end()
                 self._tell_of_end(lane)
                 if rest_s:
@@ -209,7 +210,7 @@ class Recorder:
 
     def _first_undecided(self) -> int | None:
         """Return the number of the oldest decision that is not stored; None where all are."""
-        return self._decisions.queue[0].sequence if self._decisions.queue else None
+        return self._decisions.queue[0][1] if self._decisions.queue else None
 
     def _tell_of_end(self, lane: Lane) -> None:
         if lane is self._decisions:
@@ -220,11 +221,11 @@ class Recorder:
         if not self._facts.queue and not self._decisions.queue:
             self._emptied.set()
 
-    async def _store(self, lane: Lane, outgoing: Outgoing) -> None:
-        pause_s, message_id = RETRY_MIN_S, f"{self._speaker}.{outgoing.sequence}"
+    async def _store(self, lane: Lane, data: bytes, sequence: int) -> None:
+        pause_s, message_id = RETRY_MIN_S, f"{self._name}.{sequence}"
         while True:
             try:
-                answer = await self._bus.store(lane.subject, outgoing.data, message_id=message_id)
+                answer = await self._bus.store(lane.subject, data, message_id=message_id)
             except BusError as error:
                 self.retries += 1
                 log.info("facts wait for the broker: %s", error)
@@ -235,15 +236,15 @@ class Recorder:
                 self.dropped += 1
                 log.warning("the stream would not take an event: %s", answer.reason)
             elif lane is self._facts:
-                self.stored_sequence = outgoing.sequence
+                self.stored_sequence = sequence
                 # A stream that went back gives a place away for the second time.
                 self.fell_back += not answer.duplicate and answer.sequence <= self.newest[0]
-                self.newest = (answer.sequence, outgoing.data)
+                self.newest = (answer.sequence, data)
             return
 
     def _put(self, lane: Lane, kind: str, fields: Fields, cause: str = "") -> None:
-        self._sequence += 1
-        data = self._encoded(kind, fields, cause, self._sequence)
+        self._sequence = sequence = self._sequence + 1
+        data = self._speaker.event(kind, fields, cause, sequence, self._unix_ns())
         length_bytes = len(data)
         if length_bytes > EVENT_LENGTH_MAX_BYTES - HEADERS_BYTES:  # the stream would refuse it each time (never seen)
             self.dropped += 1
@@ -259,23 +260,8 @@ class Recorder:
         if not lane.queue:  # else it is awake, or sleeps until a decision is stored
             self._emptied.clear()
             lane.wake()
-        lane.queue.append(Outgoing(data, self._sequence, kind))
+        lane.queue.append((data, sequence, kind))
         self._queued_bytes += length_bytes
 
     def _batch(self, events: list[bytes], sequence: int) -> bytes:
-        return self._encoded(EventsBatch.KIND, {"events": events}, "", sequence)
-
-    def _encoded(self, kind: str, fields: Fields, cause: str, sequence: int) -> bytes:
-        """Return what `encode` does, without a model of the header: what varies in it is made here."""
-        document: dict[str, object] = {
-            "v": VERSION,
-            "k": kind,
-            "i": self._instance,
-            "m": self._member,
-            "e": self._epoch,
-            "s": sequence,
-            "t": self._unix_ns(),
-            "c": cause,
-            "b": fields,
-        }
-        return pack(document, fields_of)
+        return self._speaker.event(EventsBatch.KIND, {"events": events}, "", sequence, self._unix_ns())

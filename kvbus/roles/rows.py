@@ -10,9 +10,7 @@ from kvbus.columns import column
 from kvbus.events import AttemptMade, LeaseGranted, OutcomeFixed, SettleDecided, SettleVoided, TransferOpened
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import AttemptRow, FactDetail, GrantedRow, LeaseFacts, OutcomeRow
-
-Fields = dict[str, object]
-"""A body as it is packed."""
+from kvbus.speaking import Fields
 
 
 def fields_of_lines(facts: LeaseFacts) -> Fields:

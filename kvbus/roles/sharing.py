@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.errors import BusError, PeerError
-from kvbus.events import PlanAnswered, PlanAsked, decode, encode
+from kvbus.events import PlanAnswered, PlanAsked, decode
 from kvbus.ledger.shares import Share, ShareStage
 from kvbus.roles.council import InstanceCouncil
 from kvbus.roles.destination import Destination
@@ -83,7 +83,7 @@ class Sharing:
         while self.clock() < deadline and self.council.is_open(transfer):
             body = PlanAsked(transfer=transfer)
             try:
-                data = await self.bus.request(subject, encode(self.recorder.header(body.KIND), body), wait_s=ANSWER_S)
+                data = await self.bus.request(subject, self.recorder.encoded(body), wait_s=ANSWER_S)
                 answer = None if isinstance(data, NoAnswer) else decode(data).body
             except (BusError, PeerError) as error:
                 log.info("no plan for %s yet: %s", transfer, error, extra={"transfer": transfer})

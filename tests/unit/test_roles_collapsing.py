@@ -127,7 +127,7 @@ async def test_a_full_outbox_collapses_and_what_is_stored_says_all_that_was_know
             told[ticket] = turn
     assert recorder.dropped == 0
     assert recorder.collapsed > 1_000
-    assert recorder.queued_bytes == sum(len(one.data) for one in recorder._facts.queue) <= SMALL_BYTES
+    assert recorder.queued_bytes == sum(len(data) for data, _, _ in recorder._facts.queue) <= SMALL_BYTES
     bus.there.set()
     assert await recorder.flush(20)
     stored = [event for one in await bus.history(TOPICS.facts("a")) for event in decode_all(one.data)]

@@ -17,6 +17,7 @@ from kvbus.ledger.types import Delivered, Direction, SubmitMode
 from kvbus.roles.council import REFRESH_S, InstanceCouncil, Place
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.rounds import Rounds
+from kvbus.speaking import Speaker
 from kvbus.testing.bus import MemoryBroker
 from kvbus.testing.ledger_parts import ListedLender, ManualBackend
 from kvbus.topics import Topics
@@ -373,7 +374,7 @@ async def test_what_strangers_and_other_instances_say_changes_nothing() -> None:
     await stranger.beat()
     second.council.book.changed = True
     for sender, instance in ((stranger.recorder, "i"), (second.recorder, "other")):
-        sender._instance = instance
+        sender._speaker = Speaker(instance, sender._member, sender._epoch)
         await Seat.turn(second)
         await house.settle_down("m0", turns=1)
         second.council.book.changed = True

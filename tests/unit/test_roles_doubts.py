@@ -50,7 +50,7 @@ async def let_go(lender: Lender, found: PagesFound | None, transfer: str = "t1",
 
 
 def story_of(lender: Lender) -> list[str]:
-    events: list[Event] = [decode(outgoing.data) for outgoing in lender.source._recorder._facts.queue]
+    events: list[Event] = [decode(data) for data, _, _ in lender.source._recorder._facts.queue]
     return [event.body.text for event in events if isinstance(event.body, TransferStep)]
 
 

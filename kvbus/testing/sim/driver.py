@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import BusError
-from kvbus.events import Header, LeaseReleased, TransferCancelRequested, TransferRequested, encode
+from kvbus.events import LeaseReleased, TransferCancelRequested, TransferRequested
 from kvbus.names import request_hash
 from kvbus.parts import Body, OnMiss
+from kvbus.speaking import Speaker
 from kvbus.testing.sim.bus import SimBus
 from kvbus.testing.sim.councils import member_name
 from kvbus.testing.sim.loop import Actor
@@ -46,6 +47,7 @@ class Driver:
         self._bus = SimBus(town.broker, self._actor)
         self._random = random.Random(f"{town.settings.seed}:driver")
         self._recent: deque[_Asked] = deque(maxlen=REMEMBERED_MAX)
+        self._speaker = Speaker(REQUESTER)
         self._sequence = 0
 
     def start(self) -> None:
@@ -158,4 +160,4 @@ class Driver:
     def _encoded(self, body: Body) -> bytes:
         self._sequence += 1
         sent_ns = int((1_700_000_000 + self._town.truth.loop.time()) * 1e9)
-        return encode(Header(k=body.KIND, i=REQUESTER, s=self._sequence, t=sent_ns), body)
+        return self._speaker.said(body, "", self._sequence, sent_ns)
