@@ -216,7 +216,7 @@ class Builder:
         rounds = WatchedRounds(
             holder=holder, agreement=agreement, sink=model, member=self._place.member, epoch=self._epoch
         )
-        rounds.loop = self._place.truth.loop
+        rounds.model = model
         return rounds
 
     def _desk(self, pool: PoolSide, rounds: Rounds) -> PoolDesk:

@@ -176,9 +176,11 @@ class Model:
 
     def check_touched(self) -> None:
         """Hold the held tickets against the model's; O(held)."""
-        rounds = self.rounds
-        if rounds is not None and not rounds.holder.has_news and rounds.holder.tickets() != self.held.keys():
-            self._violate(f"tickets {rounds.holder.tickets()} are held, {set(self.held)} by the facts")
+        if self.rounds is None or not self.process.alive:
+            return
+        holder = self.rounds.holder
+        if not holder.has_news and holder.tickets() != self.held.keys():
+            self._violate(f"tickets {holder.tickets()} are held, {set(self.held)} by the facts")
 
     def check_all(self) -> None:
         """Hold every book against every other, and every page's bytes against its name."""

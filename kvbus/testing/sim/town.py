@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
@@ -35,8 +35,6 @@ class Town:
         self.healed = False
         self._random = random.Random(f"{settings.seed}:town")
         self._by_actor: dict[Actor, Member] = {}
-        self.of: Callable[[Actor], Member | None] = self._by_actor.get
-        """Returns the member that an actor is, if it is one that runs; without a call of Python, as every step asks."""
 
     def start(self) -> None:
         """Start one member per instance."""
