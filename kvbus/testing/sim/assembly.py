@@ -133,7 +133,7 @@ class Builder:
             flips=place.settings.flips,
             wake=place.ring,
         )
-        model = Model(truth, place.process, recorder, pool=pool)
+        model = Model(truth.trail, place.process, recorder, pool=pool)
         rounds = model.rounds = self._rounds(pool, reader, model)
         council = self._council(recorder, rounds)
         place.process.holds = lambda ticket: bool(rounds.holder.bits(ticket))

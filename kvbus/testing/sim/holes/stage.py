@@ -88,7 +88,7 @@ class Stage:
         """See that the loop stops at an instant, though nobody has anything to do then."""
         self.loop.post(self.world, lambda: None, delay_s=when_s - self.loop.time())
 
-    def _after_step(self, actor: Actor) -> bool:
+    def _after_step(self, _actor: Actor) -> bool:
         for member in self.town.members.values():
             if member.parts is not None and member not in self._calm:
                 self._calm.add(member)
