@@ -18,7 +18,7 @@ from kvbus.names import page_names
 from kvbus.parts import Prompt
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.poolside import PoolSide
-from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.loop import Actor
 from kvbus.testing.sim.pages import HALF_BYTES, strange, write
 from kvbus.testing.sim.prompts import tokens_of
 from kvbus.testing.sim.truth import SimProcess, Truth, begin_access, end_access
@@ -38,6 +38,7 @@ class SimEngine:
         self, truth: Truth, member: Actor, process: SimProcess, pool: PoolSide, desk: PoolDesk, *, seed: str
     ) -> None:
         self._truth = truth
+        self._loop = truth.loop
         self._member = member
         self._owner = process
         self._pool = pool
@@ -46,10 +47,6 @@ class SimEngine:
         self._seed = seed
         self._run: _Run | None = None
         self.deaths = self.answers = 0
-
-    @property
-    def _loop(self) -> SimLoop:
-        return self._truth.loop
 
     def attach(self) -> None:
         """Start an engine process."""

@@ -38,7 +38,7 @@ class SimProcess:
     lender_failed: bool = False
     failed_returns: set[int] = field(default_factory=set)
     """Leases whose return failed."""
-    holds: Callable[[int], bool] = lambda _ticket: False
+    holds: Callable[[int], object] = lambda _ticket: False
     """Whether its holder holds that ticket."""
     readers: dict[int, int] = field(default_factory=dict)
     """By page, how many reads of it are under way."""
