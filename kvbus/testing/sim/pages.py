@@ -1,6 +1,6 @@
 """The bytes of a pool's pages, read and written in its mapping: of so few, an array costs more than a copy."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvbus.pool.memory import PoolMemory
 
@@ -11,13 +11,13 @@ PAGE_BYTES = 2 * HALF_BYTES
 
 
 def read(memory: PoolMemory, pages: Collection[int], first: int = 0, length: int = PAGE_BYTES) -> list[bytes]:
-    """Return the bytes of these pages, from a first one on; IndexError outside the pool."""
+    """Return so many bytes of each of these pages, from byte `first` on; IndexError outside the pool."""
     mapping = memory._mapping  # noqa: SLF001 - a view of it would keep the pool from being unmapped
     return [mapping[at : at + length] for at in _places(memory, pages, first)]
 
 
 def write(memory: PoolMemory, pages: Collection[int], first: int, parts: Iterable[bytes]) -> None:
-    """Put bytes into these pages, from a first one on; of which there are more, pages or parts, is left."""
+    """Put one part into each of these pages, from byte `first` on; where there are more of one, the rest is left."""
     mapping = memory._mapping  # noqa: SLF001
     for at, part in zip(_places(memory, pages, first), parts, strict=False):
         mapping[at : at + len(part)] = part
@@ -29,8 +29,9 @@ def strange(memory: PoolMemory, named: Mapping[int, bytes]) -> dict[int, bytes]:
     return {page: name for (page, name), there in found if there != name + name}
 
 
-def _places(memory: PoolMemory, pages: Collection[int], first: int) -> list[int]:
-    if pages and not 0 <= min(pages) <= max(pages) < memory.page_count:
+def _places(memory: PoolMemory, pages: Collection[int], first: int) -> Iterator[int]:
+    if min(pages, default=0) < 0:  # which a range would count from its end
         raise IndexError(f"pages {list(pages)} of a pool of {memory.page_count}")
     start, stride = memory.pages_offset + first, memory.page_stride
-    return [start + stride * page for page in pages]
+    places = range(start, start + stride * memory.page_count, stride)
+    return map(places.__getitem__, pages)
