@@ -31,7 +31,7 @@ class Place:
 def simulated(script: Callable[[Place], Coroutine[object, object, None]]) -> None:
     """Run a script to its end in virtual time; what it raises is raised here."""
     loop = SimLoop("bus", lambda _actor, _text, _error: None)  # type: ignore[abstract] # no I/O here
-    broker = SimBroker(loop, "bus", CALM, Trail(lambda: (loop.step, loop.time())))
+    broker = SimBroker(loop, "bus", CALM, Trail(loop))
     actor = Actor("tester")
     task = loop.spawn(actor, script(Place(broker, SimBus(broker, actor), SimBus(broker, actor))), "script")
     loop.run(lambda _actor: task.done())

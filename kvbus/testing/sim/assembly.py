@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbus.dataplane.lending import LendingBackend
 from kvbus.engines.desk import Hello
@@ -133,10 +134,10 @@ class Builder:
             flips=place.settings.flips,
             wake=place.ring,
         )
-        model = Model(truth, place.process, recorder, pool=pool)
+        model = Model(truth.trail, place.process, recorder, pool=pool)
         rounds = model.rounds = self._rounds(pool, reader, model)
         council = self._council(recorder, rounds)
-        place.process.holds = lambda ticket: bool(rounds.holder.bits(ticket))
+        place.process.holds = rounds.holder.bits
         desk = self._desk(pool, rounds)
         engine = SimEngine(truth, place.actor, place.process, pool, desk, seed=place.seed)
         source = self._source(pool, rounds, recorder, Prefiller(port=engine, desk=desk))
@@ -178,8 +179,7 @@ class Builder:
 
     def _pool(self) -> PoolSide:
         place, settings = self._place, self._place.settings
-        head_dim = PAGE_BYTES // (4 * settings.block_tokens)
-        layout = PageLayout("toy", 1, 1, settings.block_tokens, head_dim, "uint32", place.rank, settings.ranks, "ab")
+        layout = _layout(settings.block_tokens, place.rank, settings.ranks)
         memory = place.process.memory = PoolMemory.create(layout, settings.pages, self._epoch)
         memory.digests.turn_on(DigestMode.GRANT if settings.flips else DigestMode.OFF)
         allocator = PageAllocator(settings.pages)
@@ -216,7 +216,7 @@ class Builder:
         rounds = WatchedRounds(
             holder=holder, agreement=agreement, sink=model, member=self._place.member, epoch=self._epoch
         )
-        rounds.loop = self._place.truth.loop
+        rounds.model = model
         return rounds
 
     def _desk(self, pool: PoolSide, rounds: Rounds) -> PoolDesk:
@@ -382,3 +382,8 @@ class Builder:
             record=record,
             load=lambda: IDLE if council is None else council.load(IDLE),
         )
+
+
+@lru_cache(maxsize=64)  # one for each rank of the runs of a process
+def _layout(block_tokens: int, rank: int, ranks: int) -> PageLayout:
+    return PageLayout("toy", 1, 1, block_tokens, PAGE_BYTES // (4 * block_tokens), "uint32", rank, ranks, "ab")

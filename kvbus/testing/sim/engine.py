@@ -18,10 +18,10 @@ from kvbus.names import page_names
 from kvbus.parts import Prompt
 from kvbus.roles.desk import PoolDesk
 from kvbus.roles.poolside import PoolSide
-from kvbus.testing.sim.loop import Actor, SimLoop
-from kvbus.testing.sim.pages import PAGE_BYTES, views
+from kvbus.testing.sim.loop import Actor
+from kvbus.testing.sim.pages import HALF_BYTES, strange, write
 from kvbus.testing.sim.prompts import tokens_of
-from kvbus.testing.sim.truth import SimProcess, Truth, content
+from kvbus.testing.sim.truth import SimProcess, Truth, begin_access, end_access
 
 T = TypeVar("T")
 CALL_S = 0.0003
@@ -38,6 +38,7 @@ class SimEngine:
         self, truth: Truth, member: Actor, process: SimProcess, pool: PoolSide, desk: PoolDesk, *, seed: str
     ) -> None:
         self._truth = truth
+        self._loop = truth.loop
         self._member = member
         self._owner = process
         self._pool = pool
@@ -46,10 +47,6 @@ class SimEngine:
         self._seed = seed
         self._run: _Run | None = None
         self.deaths = self.answers = 0
-
-    @property
-    def _loop(self) -> SimLoop:
-        return self._truth.loop
 
     def attach(self) -> None:
         """Start an engine process."""
@@ -213,12 +210,11 @@ class _Run:
 
     def end(self) -> None:
         """The process is gone: it touches nothing any more, and answers nobody."""
-        truth, pid = self._truth, self._owner.identity.pid
-        truth.loop.kill(self.actor)
+        self._truth.loop.kill(self.actor)
         for pages in self._reading:
-            truth.end_access(truth.readers, pid, pages)
+            end_access(self._owner.readers, pages)
         for pages in self._writing:
-            truth.end_access(truth.writers, pid, pages)
+            end_access(self._owner.writers, pages)
         self._reading.clear()
         self._writing.clear()
         for answer in self.waiting:
@@ -227,34 +223,31 @@ class _Run:
 
     async def read(self, pages: Sequence[int], names: Sequence[bytes], took_s: float) -> None:
         """Read pages whole; they must hold what their names say, at the beginning and at the end."""
-        truth, pid = self._truth, self._owner.identity.pid
+        if not pages:
+            return
         self._reading.append(pages)
-        truth.begin(truth.readers, pid, pages)
+        begin_access(self._owner.readers, pages)
         self._compare(pages, names)
-        if took_s and pages:
+        if took_s:
             await asyncio.sleep(took_s)
             self._compare(pages, names)
         self._reading.remove(pages)
-        truth.end_access(truth.readers, pid, pages)
+        end_access(self._owner.readers, pages)
 
     async def write(self, pages: Sequence[int], names: Sequence[bytes], took_s: float) -> None:
         """Fill pages, half before and half after the time that it takes."""
-        truth, pid, memory, half = self._truth, self._owner.identity.pid, self._pool.memory, PAGE_BYTES // 2
         self._writing.append(pages)
-        truth.begin(truth.writers, pid, pages)
-        for page, name in zip(views(memory, pages), names, strict=False):
-            page[:half] = name
+        begin_access(self._owner.writers, pages)
+        write(self._pool.memory, pages, 0, names)
         await asyncio.sleep(took_s)
-        for page, name in zip(views(memory, pages), names, strict=False):
-            page[half:] = name
+        write(self._pool.memory, pages, HALF_BYTES, names)
         self._writing.remove(pages)
-        truth.end_access(truth.writers, pid, pages)
+        end_access(self._owner.writers, pages)
 
     def _compare(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
-        for page, view, name in zip(pages, views(self._pool.memory, pages), names, strict=False):
-            if view != content(name):
-                text = f"the engine reads wrong bytes: p{page} is not what {name.hex()[:8]} says"
-                self._truth.trail.violate(self._owner.name, text, f"p{page}")
+        for page, name in strange(self._pool.memory, dict(zip(pages, names, strict=False))).items():
+            text = f"the engine reads wrong bytes: p{page} is not what {name.hex()[:8]} says"
+            self._truth.trail.violate(self._owner.name, text, f"p{page}")
 
 
 def _settle(future: "asyncio.Future[T]", value: "T | Exception") -> None:

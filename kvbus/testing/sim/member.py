@@ -48,7 +48,6 @@ class Member:
     parts: Parts | None = None
     wall_offset_s: float = 0.0
     leaving: bool = False
-    last_rounds: int = 0
     ended: bool = False
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _nonces: random.Random = field(init=False)

@@ -4,12 +4,15 @@ Facts come in as the roles record them. The model keeps per ticket which bits st
 that turns off, a return without its evidence, a second return, access that ended although somebody still touches.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.agreement import Decision
 from kvbus.ledger.facts import (
+    EVIDENCE_BITS,
     RESULT_BITS,
     Evidence,
     Fact,
@@ -21,7 +24,9 @@ from kvbus.ledger.facts import (
 from kvbus.pool.allocator import PageState
 from kvbus.roles.poolside import PoolSide
 from kvbus.roles.rounds import FactsSink, Rounds
-from kvbus.testing.sim.truth import SimProcess, Truth, content
+from kvbus.testing.sim.pages import strange
+from kvbus.testing.sim.trail import Trail
+from kvbus.testing.sim.truth import SimProcess
 
 _RETURNED = int(Fact.RETURNED)
 _ACCESS_ENDED = int(Fact.ACCESS_ENDED)
@@ -30,8 +35,6 @@ _CONSUMED = int(Fact.CONSUMED)
 _SETTLED = int(Fact.SETTLED)
 _RETURN_FAILED = int(Fact.RETURN_FAILED)
 _LENDER_STOPPED = int(Fact.LENDER_STOPPED)
-_EVIDENCE = tuple((int(evidence), evidence.name.lower(), fact_names(evidence)[0].upper()) for evidence in Evidence)
-"""Each kind of evidence: its bit, the name under which it is counted, and that of its fact in the trail."""
 
 
 @dataclass(slots=True)
@@ -49,12 +52,12 @@ class _Lease:
 class Model:
     """The model of one member, and the sink before its recorder."""
 
-    truth: Truth
+    trail: Trail
     process: SimProcess
     sink: FactsSink
     rounds: Rounds | None = None
     pool: PoolSide | None = None
-    held: dict[int, _Lease] = field(default_factory=dict)
+    held: defaultdict[int, _Lease] = field(default_factory=lambda: defaultdict(_Lease))
     returned: set[int] = field(default_factory=set)
     contents: dict[int, bytes] = field(default_factory=dict)
     last_decision: int = 0
@@ -71,7 +74,10 @@ class Model:
                 elif isinstance(row, OutcomeRow) and not row.evidence:
                     self._violate(f"T{row.ticket} has an outcome without evidence", row.ticket)
             for ticket, _, bits, lo, hi in facts.lines:
-                self._line(ticket, bits, lo, hi)
+                if ticket in self.returned:
+                    self._violate(f"T{ticket} is reported after its return", ticket)
+                else:
+                    self._line(ticket, bits, (lo, hi))
         self.sink.facts(facts)
 
     def decision(self, decision: Decision) -> None:
@@ -80,31 +86,32 @@ class Model:
             self._violate(f"decision {decision.n} follows {self.last_decision}")
         self.last_decision = decision.n
         self.counts[f"decisions_{decision.kind}"] += 1
-        tickets = " ".join([self._t(party.ticket) for party in decision.parties])
-        self._note(f"{decision.kind} {decision.transfer} {tickets}")
+        name = self.process.name
+        tickets = " ".join([f"{name}.T{party.ticket}" for party in decision.parties])
+        self.trail.note(name, f"{decision.kind} {decision.transfer} {tickets}")
         self.sink.decision(decision)
 
     def _granted(self, row: GrantedRow) -> None:
         ticket, _, _, writes, _, peer, pages, _ = row
-        lease = self._lease(ticket)
+        lease = self.held[ticket]
         lease.writes, lease.pages = writes, pages
         view = self.rounds.holder.view(ticket) if self.rounds else None
         lease.names = view.names if view else ()
         name = self.process.name
         named = " ".join([f"{name}.p{page}" for page in pages])
-        self._note(f"{name}.T{ticket} granted to {'write' if writes else 'read'} for {peer} : {named}")
+        self.trail.note(name, f"{name}.T{ticket} granted to {'write' if writes else 'read'} for {peer} : {named}")
 
-    def _line(self, ticket: int, bits: int, lo: int, hi: int) -> None:
-        if ticket in self.returned:
-            self._violate(f"T{ticket} is reported after its return", ticket)
-            return
-        lease = self._lease(ticket)
+    def _line(self, ticket: int, bits: int, bounds: tuple[int, int]) -> None:
+        lease = self.held[ticket]
         before, lease.bits = lease.bits, bits
         new = bits & ~before
         if before & ~bits:
             self._violate(f"T{ticket} lost the bits {' and '.join(fact_names(before & ~bits))}", ticket)
         if results := bits & RESULT_BITS:
-            self._result(ticket, lease, results, (lo, hi))
+            if results & (results - 1):  # more than one bit
+                self._violate(f"T{ticket} has two results", ticket)
+            if lease.writes:
+                self._bounded(ticket, lease, bounds)
         if new & _ACCESS_ENDED:
             self._access_ended(ticket, lease)
         if new & _RETURNED:
@@ -112,43 +119,32 @@ class Model:
         if new & _RETURN_FAILED:
             self._return_failed(ticket)
 
-    def _lease(self, ticket: int) -> _Lease:
-        lease = self.held.get(ticket)
-        if lease is None:
-            lease = self.held[ticket] = _Lease()
-        return lease
-
-    def _result(self, ticket: int, lease: _Lease, results: int, bounds: tuple[int, int]) -> None:
+    def _bounded(self, ticket: int, lease: _Lease, bounds: tuple[int, int]) -> None:
         """There is one result, and with it the bounds of a write are fixed (P17)."""
-        if results & (results - 1):  # more than one bit
-            self._violate(f"T{ticket} has two results", ticket)
-        if lease.writes:
-            if lease.bounds is not None and lease.bounds != bounds:
-                self._violate(f"T{ticket} changed its bounds from {lease.bounds} to {bounds}", ticket)
-            lease.bounds = bounds
+        if lease.bounds is not None and lease.bounds != bounds:
+            self._violate(f"T{ticket} changed its bounds from {lease.bounds} to {bounds}", ticket)
+        lease.bounds = bounds
 
     def _access_ended(self, ticket: int, lease: _Lease) -> None:
-        pid = self.process.identity.pid
-        kinds: list[str] = []
-        for evidence, name, kind in _EVIDENCE:
-            if lease.bits & evidence:
-                self.counts[name] += 1
-                kinds.append(kind)
-        self._note(f"{self._t(ticket)} access ended by {'|'.join(kinds)}")
+        process = self.process
+        kinds, told = _evidence(lease.bits & EVIDENCE_BITS)
+        for kind in kinds:
+            self.counts[kind] += 1
+        self.trail.note(process.name, f"{process.name}.T{ticket} access ended by {told}")
         if not kinds:
             self._violate(f"access to T{ticket} ended without evidence", ticket)
         if lease.writes:
-            writers = self.truth.writers
-            if lease.names and any((pid, page) in writers for page in lease.pages):
+            if lease.names and not process.writers.keys().isdisjoint(lease.pages):
                 self._violate(f"access to T{ticket} is said to have ended, and its pages are being written", ticket)
-        elif self.truth.lease_readers.get((pid, ticket)):
+        elif ticket in process.lease_readers:
             self._violate(f"access to T{ticket} is said to have ended, and it is being read", ticket)
 
     def _returned(self, ticket: int, lease: _Lease) -> None:
+        name = self.process.name
         del self.held[ticket]
         self.returned.add(ticket)
         self.counts["leases_returned"] += 1
-        self._note(f"{self._t(ticket)} returned")
+        self.trail.note(name, f"{name}.T{ticket} returned")
         if lease.bits & _LENDER_STOPPED:
             self._violate(f"T{ticket} was returned to a lender that has stopped", ticket)
         if lease.bits & _FENCED and not lease.writes:
@@ -158,10 +154,7 @@ class Model:
         if lease.writes and not lease.bits & _SETTLED:
             self._violate(f"T{ticket}, a write, was returned without a settle", ticket)
         if lease.writes and lease.bits & _CONSUMED and self.pool is not None:
-            for page, name in zip(lease.pages, lease.names, strict=True):
-                if self._holds(page, name):
-                    self.contents[page] = name
-                    self._check_page(page, name)
+            self._check_content(self.pool, lease.pages, lease.names)
 
     def _return_failed(self, ticket: int) -> None:
         """A return that failed is never tried again; that it fails has to be the lender's fault (contract 7)."""
@@ -176,9 +169,11 @@ class Model:
 
     def check_touched(self) -> None:
         """Hold the held tickets against the model's; O(held)."""
-        rounds = self.rounds
-        if rounds is not None and not rounds.holder.has_news and rounds.holder.tickets() != self.held.keys():
-            self._violate(f"tickets {rounds.holder.tickets()} are held, {set(self.held)} by the facts")
+        if self.rounds is None or not self.process.alive:
+            return
+        holder = self.rounds.holder
+        if not holder.has_news and holder.tickets() != self.held.keys():
+            self._violate(f"tickets {holder.tickets()} are held, {set(self.held)} by the facts")
 
     def check_all(self) -> None:
         """Hold every book against every other, and every page's bytes against its name."""
@@ -192,13 +187,9 @@ class Model:
         self.check_touched()
         if not self.rounds.holder.has_news:  # at shutdown leases go back before the round that tells of it
             self._check_states()
-        # What the index names is cached: its lender has just been checked.
-        found = self.pool.lender._index.match(self.contents.values())  # noqa: SLF001 - all at once, as nobody else asks
-        for (page, name), there in zip(list(self.contents.items()), found, strict=True):
-            if there == page:
-                self._check_page(page, name)
-            else:
-                del self.contents[page]
+        contents = self.contents
+        self.contents = {}
+        self._check_content(self.pool, list(contents), list(contents.values()))
 
     def _check_states(self) -> None:
         """Pages under a write lease are in writing; pages under a read lease are pinned as often as they are lent."""
@@ -216,25 +207,23 @@ class Model:
             if pool.allocator.pins(page) < count:
                 self._violate(f"p{page} is lent {count} times and pinned {pool.allocator.pins(page)} times")
 
-    def _holds(self, page: int, name: bytes) -> bool:
-        pool = self.pool
-        if pool is None or pool.allocator.state(page) is not PageState.CACHED:
-            return False
-        return pool.lender.pages_held((name,)) == [page]
-
-    def _check_page(self, page: int, name: bytes) -> None:
-        pool = self.pool
-        if pool is not None and pool.memory.page_bytes(page).tobytes() != content(name):
+    def _check_content(self, pool: PoolSide, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        """Remember which of these pages the index has under these names, and hold their bytes against those."""
+        found = pool.lender._index.match(names)  # noqa: SLF001 - all at once, as nobody else asks
+        named = {page: name for page, name, there in zip(pages, names, found, strict=True) if there == page}
+        self.contents |= named
+        for page, name in strange(pool.memory, named).items():
             text = f"wrong bytes: p{page} is in the index as {name.hex()[:8]} and does not hold it"
-            self.truth.trail.violate(self.process.name, text, f"p{page}")
+            self.trail.violate(self.process.name, text, f"p{page}")
 
     def _violate(self, text: str, ticket: int = 0) -> None:
         pages = self.held[ticket].pages if ticket in self.held else ()
         subjects = (f"T{ticket}", *(f"p{page}" for page in pages)) if ticket else ()
-        self.truth.trail.violate(self.process.name, text, *subjects)
+        self.trail.violate(self.process.name, text, *subjects)
 
-    def _t(self, ticket: int) -> str:
-        return f"{self.process.name}.T{ticket}"
 
-    def _note(self, text: str) -> None:
-        self.truth.trail.note(self.process.name, text)
+@lru_cache(maxsize=32)  # what five kinds of evidence may come to
+def _evidence(bits: int) -> tuple[tuple[str, ...], str]:
+    """Return the names under which these kinds of evidence are counted, and how the trail tells them."""
+    kinds = [evidence for evidence in Evidence if bits & evidence]
+    return tuple(kind.name.lower() for kind in kinds), "|".join(fact_names(bits)).upper()

@@ -16,9 +16,9 @@ from kvbus.ledger.types import Cancelled, Change, Failed, Order, SubmissionRejec
 from kvbus.pool.generations import Generation
 from kvbus.pool.memory import PoolMemory
 from kvbus.testing.sim.loop import Actor
-from kvbus.testing.sim.pages import PAGE_BYTES, views
+from kvbus.testing.sim.pages import HALF_BYTES, read, write
 from kvbus.testing.sim.settings import Rates
-from kvbus.testing.sim.truth import SimProcess, Truth
+from kvbus.testing.sim.truth import SimProcess, Truth, begin_access, end_access
 
 GET_S = 0.0008
 SLOW_MAX_S = 3.0
@@ -213,14 +213,19 @@ class SimReader:
     def _copy(self, attempt: _Attempt, segment: Segment, half: int) -> None:
         self._check(attempt, segment, "bytes land")
         checked, source = attempt.progress.plan, _memory(attempt.source)
-        part = slice(0, PAGE_BYTES // 2) if half == 0 else slice(PAGE_BYTES // 2, None)
-        theirs = views(source, [checked.source_pages[row] for row in segment.rows])
-        ours = views(self._memory, [checked.local_pages[row] for row in segment.rows])
-        for page, copy in zip(theirs, ours, strict=True):
-            to = copy[part]
-            to[:] = page[part]
-            if self._flips and self._random.random() < self._flips:
-                to[self._random.randrange(len(to))] ^= 1 << self._random.randrange(8)
+        first = HALF_BYTES * half
+        parts = read(source, [checked.source_pages[row] for row in segment.rows], first, HALF_BYTES)
+        if self._flips:
+            parts = [self._flipped(part) for part in parts]
+        write(self._memory, [checked.local_pages[row] for row in segment.rows], first, parts)
+
+    def _flipped(self, part: bytes) -> bytes:
+        """Return bytes as they land, sometimes with one bit changed."""
+        if self._random.random() >= self._flips:
+            return part
+        to = bytearray(part)
+        to[self._random.randrange(len(to))] ^= 1 << self._random.randrange(8)
+        return bytes(to)
 
     def _stop(self, pair: Pair, failure: FailureClass, text: str) -> None:
         attempt = self._attempts.get(pair)
@@ -258,25 +263,24 @@ class SimReader:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def _mark(self, attempt: _Attempt) -> None:
-        truth, checked = self._truth, attempt.progress.plan
-        source = attempt.source.identity.pid
-        truth.lease_readers[source, checked.grant.ticket] += 1
-        truth.begin(truth.readers, source, attempt.pages)
-        truth.begin(truth.writers, self._process.identity.pid, checked.local_pages)
-        here, there = self._process.name, attempt.source.name
-        if any(truth.writers[self._process.identity.pid, page] > 1 for page in checked.local_pages):
+        checked, source = attempt.progress.plan, attempt.source
+        trail, writers = self._truth.trail, self._process.writers
+        begin_access(source.lease_readers, (checked.grant.ticket,))
+        begin_access(source.readers, attempt.pages)
+        begin_access(writers, checked.local_pages)
+        here, there = self._process.name, source.name
+        if any(writers[page] > 1 for page in checked.local_pages):
             text = f"attempt {attempt.pair[1]} of T{attempt.pair[0]} writes pages to which access has not ended"
-            truth.trail.violate(here, text, f"T{attempt.pair[0]}")
-        pages = " ".join(f"{there}.p{page}" for page in attempt.pages)
-        local = " ".join(f"{here}.p{page}" for page in checked.local_pages)
-        truth.trail.note(here, f"{here}.T{attempt.pair[0]} reads {there}.T{checked.grant.ticket} {pages} into {local}")
+            trail.violate(here, text, f"T{attempt.pair[0]}")
+        pages = " ".join([f"{there}.p{page}" for page in attempt.pages])
+        local = " ".join([f"{here}.p{page}" for page in checked.local_pages])
+        trail.note(here, f"{here}.T{attempt.pair[0]} reads {there}.T{checked.grant.ticket} {pages} into {local}")
 
     def _unmark(self, attempt: _Attempt) -> None:
-        truth, checked = self._truth, attempt.progress.plan
-        source = attempt.source.identity.pid
-        truth.lease_readers[source, checked.grant.ticket] -= 1
-        truth.end_access(truth.readers, source, attempt.pages)
-        truth.end_access(truth.writers, self._process.identity.pid, checked.local_pages)
+        checked, source = attempt.progress.plan, attempt.source
+        end_access(source.lease_readers, (checked.grant.ticket,))
+        end_access(source.readers, attempt.pages)
+        end_access(self._process.writers, checked.local_pages)
 
     def _check(self, attempt: _Attempt, segment: Segment, what: str) -> None:
         """Whoever touches pages has them lent: at the source while that lives, and here."""

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ FORGED = Rates(slow_get=0.3, forged_s=0.05)
 """Somebody says all the time, in the name of readers that read slowly, that their access has ended."""
 
 
+@lru_cache(maxsize=64)  # a run asks again at each start and each death; a test may have several runs in turn
 def mood(seed: int) -> Rates:
     """Return the rates of a seed: each kind of fault is rarer, usual, or much more frequent in one run than in others.
 

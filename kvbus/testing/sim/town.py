@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kvbus.ledger.admission import AdmissionStatistics
 from kvbus.testing.sim.assembly import Parts
@@ -35,8 +35,6 @@ class Town:
         self.healed = False
         self._random = random.Random(f"{settings.seed}:town")
         self._by_actor: dict[Actor, Member] = {}
-        self.of: Callable[[Actor], Member | None] = self._by_actor.get
-        """Returns the member that an actor is, if it is one that runs; without a call of Python, as every step asks."""
 
     def start(self) -> None:
         """Start one member per instance."""
@@ -64,7 +62,7 @@ class Town:
 
     def fired(self) -> int:
         """Return how many transfers were admitted so far, by members that ended and those that run."""
-        return self.ended["fired"] + sum(one.parts.gate.fired for one in self._by_actor.values() if one.parts)
+        return self.ended["fired"] + sum([one.parts.gate.fired for one in self._by_actor.values() if one.parts])
 
     def counts(self) -> Counter[str]:
         """Return what admission counted, over all members that ever were; `lost` died with their member."""
@@ -111,23 +109,27 @@ class Town:
         self._by_actor[member.actor] = member
 
     def with_room(self) -> list[str]:
-        """Return the instances with a member that hears of requests in time, and would admit one more transfer."""
-        return [name for name in self.names if self._has_room(name)]
+        """Return the instances whose leading member hears of requests in time, and would admit one more transfer."""
+        leading: dict[str, Member] = {}
+        for member in self.members.values():
+            if member.parts is not None and (member.parts.council is None or member.parts.council.leads):
+                leading.setdefault(member.instance, member)
+        return [name for name, member in leading.items() if self._has_room(member)]
 
     def findable(self) -> list[str]:
         """Return the instances that the registry knows."""
         return self.broker.known(self.names)
 
-    def _has_room(self, instance: str) -> bool:
-        for rank in range(self.settings.ranks):
-            member = self.members[_key(instance, rank)]
-            parts = member.parts
-            if parts is not None and (parts.council is None or parts.council.leads):
-                room = self.settings.inflight_max
-                hears = member.bus.connected and not member.leaving
-                in_time = member.wall_offset_s < LATE_S  # by its own clock
-                return hears and in_time and parts.gate.inflight < room and self.broker.queued_for(instance) < room
-        return False
+    def _has_room(self, member: Member) -> bool:
+        room, parts = self.settings.inflight_max, member.parts
+        return (
+            parts is not None
+            and parts.gate.inflight < room
+            and self.broker.queued_for(member.instance) < room
+            and not member.leaving
+            and member.wall_offset_s < LATE_S  # by its own clock
+            and member.bus.connected
+        )
 
 
 def _moved(parts: Parts) -> Counter[str]:

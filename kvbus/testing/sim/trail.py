@@ -5,7 +5,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 KEPT_MAX = 20_000
 """Events kept: some hundred transfers, far more than the life of one lease."""
@@ -49,11 +49,18 @@ class Violation:
         return _NUMBERED.sub("#", what.partition(": ")[0])
 
 
+class Clock(Protocol):
+    """What tells where a run stands: its loop."""
+
+    step: int
+    now: float
+
+
 class Trail:
     """Keeps the last events of a run, and the first violation."""
 
-    def __init__(self, now: Callable[[], tuple[int, float]], on_violation: Callable[[], None] = lambda: None) -> None:
-        self._now = now
+    def __init__(self, clock: Clock, on_violation: Callable[[], None] = lambda: None) -> None:
+        self._clock = clock
         self._on_violation = on_violation
         self._digest = hashlib.blake2b(digest_size=8)
         self._new: list[_Event] = []
@@ -68,10 +75,9 @@ class Trail:
 
     def note(self, who: str, text: str) -> None:
         """Add one event."""
-        event = (*self._now(), who, text)
-        self._kept.append(event)
-        self._new.append(event)
-        if len(self._new) >= DIGESTED_MAX:
+        clock, new = self._clock, self._new
+        new.append((clock.step, clock.now, who, text))
+        if len(new) >= DIGESTED_MAX:
             self._digest_new()
 
     def violate(self, who: str, text: str, *subjects: str) -> None:
@@ -81,20 +87,24 @@ class Trail:
         """
         self.note(who, f"VIOLATION {text}")
         if self.violation is None:
-            step, at_s = self._now()
-            self.violation = Violation(step, at_s, f"{who}: {text}", self._relevant(who, subjects))
+            clock = self._clock
+            self.violation = Violation(clock.step, clock.now, f"{who}: {text}", self._relevant(who, subjects))
             self._on_violation()
 
     def last(self, count: int) -> tuple[Step, ...]:
         """Return the newest events."""
+        self._digest_new()
         return tuple(Step(*event) for event in tuple(self._kept)[-count:])
 
     def _digest_new(self) -> None:
+        """Hash the new events, and move them to those that are kept."""
         self._digest.update("".join([f"{step}|{who}|{text}\n" for step, _, who, text in self._new]).encode())
+        self._kept.extend(self._new)
         self._new.clear()
 
     def _relevant(self, who: str, subjects: tuple[str, ...]) -> tuple[Step, ...]:
         """Return the newest events that speak of the subjects, or of the world at large."""
+        self._digest_new()
         wanted = {subject if "." in subject else f"{who}.{subject}" for subject in subjects}
         found = [
             event

@@ -5,7 +5,6 @@ read and write under way, by process and page. Whoever takes a page back, or len
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -39,8 +38,14 @@ class SimProcess:
     lender_failed: bool = False
     failed_returns: set[int] = field(default_factory=set)
     """Leases whose return failed."""
-    holds: Callable[[int], bool] = lambda _ticket: False
+    holds: Callable[[int], object] = lambda _ticket: False
     """Whether its holder holds that ticket."""
+    readers: dict[int, int] = field(default_factory=dict)
+    """By page, how many reads of it are under way."""
+    writers: dict[int, int] = field(default_factory=dict)
+    """By page, how many writes."""
+    lease_readers: dict[int, int] = field(default_factory=dict)
+    """By ticket, how many attempts read what it lends."""
     fenced: set[int] = field(default_factory=set)
     """Tickets that went back although their reader may still read: it delivers nothing (P5)."""
     fences: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -49,15 +54,11 @@ class SimProcess:
 
 
 class Truth:
-    """The world as it is. Counts are per (pid, page); an attempt's counts go when it can touch nothing any more."""
+    """The world as it is."""
 
     def __init__(self, loop: SimLoop, seed: str, trail: Trail) -> None:
         self.loop = loop
         self.trail = trail
-        # Most pages are touched by nobody, and a counter answers `[]` for those in Python: hence `get` and `in` below.
-        self.readers: Counter[tuple[int, int]] = Counter()
-        self.writers: Counter[tuple[int, int]] = Counter()
-        self.lease_readers: Counter[tuple[int, int]] = Counter()
         self._random = random.Random(f"{seed}:processes")
         self._processes: dict[int, SimProcess] = {}
         self._dead: list[SimProcess] = []
@@ -98,7 +99,7 @@ class Truth:
             oldest = self._dead.pop(0)
             if self._processes[oldest.identity.pid] is oldest:
                 del self._processes[oldest.identity.pid]
-            if oldest.memory is not None and not self.readers_of(oldest):
+            if oldest.memory is not None and not oldest.readers:
                 oldest.memory.close()
 
     def take_place(self, before: SimProcess, after: SimProcess) -> None:
@@ -106,35 +107,25 @@ class Truth:
         known = self._processes[before.identity.pid]
         known.memory, known.alive, known.holds = after.memory, True, lambda _ticket: True
 
-    def readers_of(self, process: SimProcess) -> int:
-        """Return how many reads of a process's pages are under way."""
-        pid = process.identity.pid
-        return sum(count for (owner, _), count in self.readers.items() if owner == pid)
-
     def close(self) -> None:
         """Unmap every pool."""
         for process in (*self._processes.values(), *self._dead):
             if process.memory is not None:
                 process.memory.close()
 
-    # -------------------------------------------------------------------------------------------------------- access
 
-    def begin(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
-        """Somebody may touch these pages from now on."""
-        for page in pages:
-            counts[pid, page] = counts.get((pid, page), 0) + 1
-
-    def end_access(self, counts: Counter[tuple[int, int]], pid: int, pages: Iterable[int]) -> None:
-        """Somebody touches these pages no more."""
-        for page in pages:
-            left = counts.pop((pid, page)) - 1
-            if left:
-                counts[pid, page] = left
+def begin_access(counts: dict[int, int], touched: Iterable[int]) -> None:
+    """Somebody may touch these pages, or what these tickets lend, from now on."""
+    for one in touched:
+        counts[one] = counts.get(one, 0) + 1
 
 
-def content(name: bytes) -> bytes:
-    """Return what a page of that name holds: the name in both halves, so that half a page of another shows."""
-    return name + name
+def end_access(counts: dict[int, int], touched: Iterable[int]) -> None:
+    """Somebody touches these no more; of what nobody touches no count is kept."""
+    for one in touched:
+        left = counts.pop(one) - 1
+        if left:
+            counts[one] = left
 
 
 class SimWatch(ProcessWatch):
@@ -191,10 +182,10 @@ class WatchedLender(PoolLender):
         lease = super().lend_write(
             names, ordinals, pins=pins, prompt_blocks=prompt_blocks, for_peer=for_peer, salt=salt
         )
-        pid, readers = self.process.identity.pid, self.truth.readers
-        for page in lease.pages:
-            if reads := readers.get((pid, page)):
-                self._check_reused(page, reads, salt)
+        if readers := self.process.readers:
+            for page in lease.pages:
+                if reads := readers.get(page):
+                    self._check_reused(page, reads, salt)
         self._check_written(lease.pages, "it is lent for writing")
         self._check_cap(lease)
         return lease
@@ -239,14 +230,14 @@ class WatchedLender(PoolLender):
             self.truth.trail.violate(self.process.name, text)
 
     def _check_read(self, pages: Sequence[int]) -> None:
-        pid, readers = self.process.identity.pid, self.truth.readers
-        for page in pages:
-            if readers.get((pid, page), 0) > self._allocator.pins(page):
+        readers = self.process.readers
+        for page in pages if readers else ():
+            if readers.get(page, 0) > self._allocator.pins(page):
                 text = f"page {page} was given back with a read of it under way"
                 self.truth.trail.violate(self.process.name, text, f"p{page}")
 
     def _check_written(self, pages: Sequence[int], why: str) -> None:
-        pid, writers = self.process.identity.pid, self.truth.writers
-        for page in pages:
-            if (pid, page) in writers:
+        writers = self.process.writers
+        for page in pages if writers else ():
+            if page in writers:
                 self.truth.trail.violate(self.process.name, f"page {page} is being written while {why}", f"p{page}")

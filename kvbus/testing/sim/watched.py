@@ -1,11 +1,11 @@
-"""Watched parts: admission held against what was admitted before, and rounds after which the world looks."""
+"""Watched parts: admission held against what was admitted before, and rounds against what their facts have told."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvbus.ledger.admission import Admission, AdmissionGate, Verdict
 from kvbus.roles.rounds import Rounds
-from kvbus.testing.sim.loop import SimLoop
+from kvbus.testing.sim.model import Model
 from kvbus.testing.sim.trail import Trail
 
 
@@ -56,27 +56,39 @@ class WatchedGate(AdmissionGate):
     def admit(self, request_hash: str, *, request_id: str, source: str, transfer: str, now: float) -> Admission:
         """See `AdmissionGate`."""
         admission = super().admit(request_hash, request_id=request_id, source=source, transfer=transfer, now=now)
-        if admission.verdict is Verdict.ACCEPTED and (problem := self.claims.admitted(request_hash, request_id)):
-            self._trail.violate(self._who, problem)
+        if admission.verdict is Verdict.ACCEPTED:
+            if problem := self.claims.admitted(request_hash, request_id):
+                self._trail.violate(self._who, problem)
+            self._check()
         return admission
 
     def ended(self, request_hash: str, *, settled: bool) -> None:
         """See `AdmissionGate`."""
         super().ended(request_hash, settled=settled)
         self.claims.running.pop(request_hash, None)
+        self._check()
 
     def taken_off(self, request_hash: str, request_id: str) -> None:
         """The queue forgets a request: only what does not run any more, for a crash would lose it (P20)."""
         if self.claims.running.get(request_hash) == request_id:
             self._trail.violate(self._who, f"{request_id} was taken off the queue while its transfer runs")
 
+    def _check(self) -> None:
+        counts = self._counts
+        if counts["fired"] != counts["settled"] + counts["failed"] + self._inflight:
+            self._trail.violate(self._who, f"fired is not settled + failed + inflight: {self.statistics()}")
+
 
 class WatchedRounds(Rounds):
-    """The real rounds: what one has moved is checked after the step that ran it."""
+    """The real rounds: what one has left is checked at its end."""
 
-    loop: SimLoop
+    model: Model
 
     def run(self) -> None:
         """See `Rounds`."""
-        self.loop.look_soon = True
-        super().run()
+        is_inside = self._running
+        try:
+            super().run()
+        finally:
+            if not is_inside:
+                self.model.check_touched()

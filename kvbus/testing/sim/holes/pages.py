@@ -5,8 +5,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kvbus.ledger.facts import Evidence
 from kvbus.ledger.holder import LeaseHolder
 from kvbus.pool import generations
@@ -15,8 +13,8 @@ from kvbus.pool.lender import PoolLender
 from kvbus.testing.sim.holes.hole import Hole, Patch, taken_out
 from kvbus.testing.sim.holes.script import Script
 from kvbus.testing.sim.member import Member
+from kvbus.testing.sim.pages import write
 from kvbus.testing.sim.plane import SimReader
-from kvbus.testing.sim.truth import content
 
 A, B = 1, 2
 _ALL_ONES = (1 << 64) - 1
@@ -172,8 +170,8 @@ def _without_complement() -> Sequence[Patch]:
 
 def _write(s: Script, instance: str, pages: Sequence[int], names: Sequence[bytes]) -> None:
     memory = s.member(instance).process.memory
-    for page, name in zip(pages, names, strict=True):
-        memory.page_bytes(page)[:] = np.frombuffer(content(name), np.uint8)  # type: ignore[union-attr]
+    if memory is not None:
+        write(memory, pages, 0, [name + name for name in names])
 
 
 # ---------------------------------------------------------------------------------------------------------------- P3

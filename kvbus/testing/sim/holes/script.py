@@ -225,8 +225,7 @@ class Script:
 
     def is_writing(self, instance: str) -> bool:
         """Whether somebody writes into an instance's pages now."""
-        pid = self.member(instance).process.identity.pid
-        return any(owner == pid for owner, _ in self.truth.writers)
+        return bool(self.member(instance).process.writers)
 
     def kill(self, instance: str) -> Member:
         """Kill a member; a successor follows within seconds."""

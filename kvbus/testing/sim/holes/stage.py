@@ -59,7 +59,7 @@ class Stage:
         seed = f"hole {hole.name}"
         self.settings = SimSettings(seed=0, transfers=0, instances=hole.instances, rates=CALM, **hole.settings)  # type: ignore[arg-type] # all of them are whole numbers
         self.loop = SimLoop(seed, self._on_fault)  # type: ignore[abstract] # no I/O: nobody asks for those
-        self.trail = Trail(lambda: (self.loop.step, self.loop.time()))
+        self.trail = Trail(self.loop)
         self.truth = Truth(self.loop, seed, self.trail)
         self.broker = GatedBroker(self.loop, seed, CALM, self.trail)
         self.world = Actor("world")
@@ -88,15 +88,12 @@ class Stage:
         """See that the loop stops at an instant, though nobody has anything to do then."""
         self.loop.post(self.world, lambda: None, delay_s=when_s - self.loop.time())
 
-    def _after_step(self, actor: Actor) -> bool:
+    def _after_step(self, _actor: Actor) -> bool:
         for member in self.town.members.values():
             if member.parts is not None and member not in self._calm:
                 self._calm.add(member)
                 _make_even(member.parts.engine)
                 _make_even(member.parts.reader)
-        member_of = self.town.of(actor)
-        if member_of is not None and member_of.parts is not None:
-            member_of.parts.model.check_touched()
         if self.trail.violation is None and not self._ended:
             self._advance()
         if self.loop.step > STEPS_MAX:
