@@ -194,7 +194,7 @@ class Asker:
     def _repeat(self, key: ReaderKey, nonce: bytes, source: _Process, found: PagesFound | None) -> None:
         release = self._releases[key] = _Release(LeaseReleased(key=key, nonce=nonce, found=found), source)
         release.task = started(
-            self._release(release), name="release", on_end=lambda _task: self._releases.pop(key, None)
+            self._release(release), name="release", on_end=lambda: self._releases.pop(key, None)
         )
 
     async def flush(self, wait_s: float) -> int:

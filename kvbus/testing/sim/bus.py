@@ -81,7 +81,7 @@ class SimBus:
         answered = partial(self._answered, answer, broker.life)
         if not self.hole and not broker.send(Delivery(subject, data), answered):
             return NoAnswer("nobody_listens")
-        timer = broker.loop.call_later(wait_s, _resolve, answer, NoAnswer("late"))
+        timer = broker.loop.arrive(wait_s, _resolve, answer, NoAnswer("late"))
         try:
             return await answer
         finally:
@@ -113,7 +113,7 @@ class SimBus:
                 return [_SimWork(self, one) for one in given]
             more = self.broker.await_work(subject_filter)
             wake_s = max(0.001, min(left_s, self.broker.due_s(subject_filter)))
-            timer = loop.call_later(wake_s, _resolve, more, None)
+            timer = loop.arrive(wake_s, _resolve, more, None)
             try:
                 await more
             finally:

@@ -190,7 +190,7 @@ class SimEngine:
                 value = call()
             except PeerError as error:
                 value = EngineError(str(error))
-            self._loop.post(run.actor, _settle, answer, value)
+            _settle(answer, value)  # a frame, which is the next turn of the engine, if that still lives
 
         self._loop.post(self._member, at_the_desk)
         return await answer
@@ -262,5 +262,6 @@ def _settle(future: "asyncio.Future[T]", value: "T | Exception") -> None:
         return
     if isinstance(value, Exception):
         future.set_exception(value)
+        future.exception()  # it counts as heard: whoever waits may be dead before its turn comes
     else:
         future.set_result(value)

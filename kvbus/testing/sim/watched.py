@@ -78,5 +78,5 @@ class WatchedRounds(Rounds):
 
     def run(self) -> None:
         """See `Rounds`."""
-        self.loop.look_soon = True
+        self.loop.look_step = 0
         super().run()

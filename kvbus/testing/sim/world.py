@@ -113,7 +113,7 @@ class World:
         return is_over
 
     def _look_soon(self) -> None:
-        self.loop.look_soon = True
+        self.loop.look_step = 0
 
     def _check_touched(self, parts: Parts, actor: Actor) -> None:
         parts.model.check_touched()
