@@ -11,16 +11,19 @@ import heapq
 import random
 from asyncio import events, futures
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextvars import Context, ContextVar, copy_context
+from types import coroutine
 from typing import Any, TypeVar
+
+from kvbus.roles.moments import wake
 
 T = TypeVar("T")
 
 _ACTOR: ContextVar["Actor"] = ContextVar("actor")
 
-_END_OF_SLEEP = futures._set_result_unless_cancelled  # type: ignore[attr-defined] # noqa: SLF001
-"""What `asyncio.sleep` asks to be called later."""
+_WAKING = frozenset({futures._set_result_unless_cancelled, wake})  # type: ignore[attr-defined] # noqa: SLF001
+"""What ends a wait when its time comes: that of `asyncio.sleep`, and that for a `Moment`."""
 
 _Turn = tuple[Callable[..., object], Sequence[object], Context, asyncio.Handle | None]
 """A callback, its arguments and its context; and its handle, where somebody may cancel it."""
@@ -220,6 +223,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Start a coroutine as a task of an actor."""
         return self.create_task(work, name=name, context=actor.context.copy())
 
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run work of the current actor as far as it gets in this turn, mostly to its end; only what waits is a task.
+
+        It is in no task until then: so it may not begin with `asyncio.timeout`.
+        """
+        try:
+            awaited = work.send(None)
+        except StopIteration:
+            return
+        self.spawn(self.current, _resumed(work, awaited), name)
+
     def post(self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0) -> None:
         """Have an actor call something, now or later; it is not taken back."""
         if delay_s > 0:
@@ -266,7 +280,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio."""
-        if callback is _END_OF_SLEEP:
+        if callback in _WAKING:
             return self._set_timer(self.now + delay, callback, args, None, self._world.context)
         if context is None:
             return self._set_timer(self.now + delay, callback, args, self.current, copy_context())
@@ -334,6 +348,23 @@ class SimLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """See asyncio."""
         return False
+
+
+async def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> None:
+    """Go on with work that waits already."""
+    await _going_on(work, awaited)
+
+
+@coroutine
+def _going_on(work: Coroutine[Any, Any, None], awaited: object) -> Generator[object, None, None]:
+    try:
+        while True:
+            yield awaited
+            awaited = work.send(None)
+    except StopIteration:
+        return
+    finally:
+        work.close()
 
 
 def _nothing() -> None:
