@@ -222,8 +222,7 @@ class _Run:
         self._reading.clear()
         self._writing.clear()
         for answer in self.waiting:
-            if not answer.done():
-                answer.set_exception(EngineError("the engine went away"))
+            _settle(answer, EngineError("the engine went away"))
 
     async def read(self, pages: Sequence[int], names: Sequence[bytes], took_s: float) -> None:
         """Read pages whole; they must hold what their names say, at the beginning and at the end."""
@@ -258,6 +257,7 @@ class _Run:
 
 
 def _settle(future: "asyncio.Future[T]", value: "T | Exception") -> None:
+    """Give an answer to whoever waits for it, if anybody does."""
     if future.done():
         return
     if isinstance(value, Exception):
