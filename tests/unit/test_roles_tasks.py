@@ -87,7 +87,7 @@ async def test_whoever_waits_for_a_moment_goes_on_when_it_comes(end: Callable[[M
     moment = Moment()
     async with waiting(moment, 60.0) as one, waiting(moment, 60.0) as other:
         end(moment)
-        assert await asyncio.gather(one, other) == [True, True]
+        assert all(await asyncio.gather(one, other))
     assert await moment.within(60.0)
     assert repr(moment) == "<Moment has come>"
 
