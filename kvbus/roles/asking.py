@@ -6,7 +6,6 @@ source's process, and so its pool, is no more: seen on this host, or by its memb
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from kvbus.grants import Expected, Grant, refusal, unseal
 from kvbus.ledger.facts import FailureClass
 from kvbus.parts import PagesFound, ProcessIdentity
 from kvbus.processes import same_host, start_ticks
+from kvbus.roles.moments import Moment
 from kvbus.roles.owed import OwedRelease, SourceProcess
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.registry import Registered, lookup
@@ -110,7 +110,7 @@ class Asker:
         self._clock = clock
         self._has_died = has_died or _has_died
         self._releases: dict[ReaderKey, _Release] = {}
-        self._again = asyncio.Event()
+        self._again = Moment()
 
     @property
     def is_full(self) -> bool:
@@ -193,14 +193,12 @@ class Asker:
 
     def _repeat(self, key: ReaderKey, nonce: bytes, source: _Process, found: PagesFound | None) -> None:
         release = self._releases[key] = _Release(LeaseReleased(key=key, nonce=nonce, found=found), source)
-        release.task = started(
-            self._release(release), name="release", on_end=lambda _task: self._releases.pop(key, None)
-        )
+        release.task = started(self._release(release), name="release", on_end=lambda: self._releases.pop(key, None))
 
     async def flush(self, wait_s: float) -> int:
         """Repeat outstanding releases at once and wait for them, bounded; return how many are still unconfirmed."""
         if self._releases:
-            self._again.set()
+            self._again.come()
             await asyncio.wait([one.task for one in self._releases.values()], timeout=wait_s)
         return len(self._releases)
 
@@ -277,12 +275,10 @@ class Asker:
 
     async def _pause(self, pause_s: float) -> None:
         """Wait before a release is repeated; not for long once somebody waits for all of them."""
-        if self._again.is_set():
+        if self._again.has_come:
             await asyncio.sleep(min(pause_s, self._pause_s))
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._again.wait()
+        else:
+            await self._again.within(pause_s)
 
     async def _is_gone(self, source: Registered) -> bool:
         try:

@@ -1,8 +1,7 @@
 """Questions that wait for a source to decide: woken by key, bounded in number."""
 
-import asyncio
-
 from kvbus.ledger.lending import Key
+from kvbus.roles.moments import Moment
 
 WAITING_MAX = 32
 """Questions that wait here at a time: half of what the bus lets be answered at once, so that releases always get
@@ -13,7 +12,7 @@ class WaitingQuestions:
     """Who waits for which key to be decided; all of it belongs to one loop."""
 
     def __init__(self) -> None:
-        self._decided: dict[Key, asyncio.Event] = {}
+        self._decided: dict[Key, Moment] = {}
         self._waiting = 0
 
     def __repr__(self) -> str:
@@ -28,13 +27,10 @@ class WaitingQuestions:
         """Wait until something was decided for a key, or the wait is over; at once where too many wait already."""
         if self._waiting >= WAITING_MAX:
             return
-        decided = self._decided.setdefault(key, asyncio.Event())
+        decided = self._decided.setdefault(key, Moment())
         self._waiting += 1
         try:
-            async with asyncio.timeout(wait_s):
-                await decided.wait()
-        except TimeoutError:
-            return
+            await decided.within(wait_s)
         finally:
             self._waiting -= 1
 
@@ -42,4 +38,4 @@ class WaitingQuestions:
         """Let whoever waits for this key look again."""
         decided = self._decided.pop(key, None)
         if decided is not None:
-            decided.set()
+            decided.come()

@@ -23,6 +23,7 @@ from kvbus.ledger.facts import LeaseFacts
 from kvbus.parts import Body
 from kvbus.roles.journal import note_event, note_facts, note_step
 from kvbus.roles.lane import Lane
+from kvbus.roles.moments import Moment
 from kvbus.roles.rows import fields_of_decision, fields_of_lines, fields_of_row
 from kvbus.roles.spans import Spans
 from kvbus.speaking import Fields, Speaker
@@ -68,7 +69,7 @@ class Recorder:
         self._queued_bytes = 0
         self._emptied = asyncio.Event()
         self._emptied.set()
-        self._awaited: dict[int, asyncio.Future[None]] = {}
+        self._awaited: dict[int, Moment] = {}
         self.spans = Spans(instance, member)
         self.newest = NOWHERE
         self.fell_back = 0
@@ -193,9 +194,8 @@ class Recorder:
             return True
         awaited = self._awaited.get(sequence)  # all who wait for one event share this, so there are few
         if awaited is None:
-            awaited = self._awaited[sequence] = asyncio.get_running_loop().create_future()
-        await asyncio.wait({awaited}, timeout=wait_s)
-        return awaited.done()
+            awaited = self._awaited[sequence] = Moment()
+        return await awaited.within(wait_s)
 
     async def _drain(self, lane: Lane) -> None:
         while True:
@@ -217,7 +217,7 @@ class Recorder:
             self._facts.wake()
         elif self._awaited:
             for sequence in [one for one in self._awaited if one <= lane.left_sequence]:
-                self._awaited.pop(sequence).set_result(None)
+                self._awaited.pop(sequence).come()
         if not self._facts.queue and not self._decisions.queue:
             self._emptied.set()
 

@@ -183,7 +183,7 @@ class Sources:
         self._bus = bus
         self._clock = clock
         self._known: dict[tuple[str, str], tuple[Registered, float]] = {}
-        self._asking: dict[tuple[str, str], asyncio.Task[Registered | str]] = {}
+        self._asking: dict[tuple[str, str], asyncio.Future[Registered | str]] = {}
 
     async def find(self, instance: str, fingerprint: str) -> Registered | str:
         """Return what `registered` says, or has just said."""
@@ -191,11 +191,11 @@ class Sources:
         known = self._known.get(key)
         if known is not None and self._clock() - known[1] < REMEMBERED_S:
             return known[0]
-        asking = self._asking.get(key)
-        if asking is None:
-            asking = self._asking[key] = asyncio.get_running_loop().create_task(self._ask(key))
-            asking.add_done_callback(lambda _: self._asking.pop(key, None))
-        return await asyncio.shield(asking)  # others wait for it too
+        while (asking := self._asking.get(key)) is not None:
+            await asyncio.wait({asking})
+            if not asking.cancelled():
+                return asking.result()
+        return await self._ask(key)
 
     def forget(self, instance: str) -> None:
         """Ask the registry anew before this instance is asked again."""
@@ -204,7 +204,13 @@ class Sources:
 
     async def _ask(self, key: tuple[str, str]) -> Registered | str:
         asked_at = self._clock()
-        found = await registered(self._bus, *key)
+        asking = self._asking[key] = asyncio.get_running_loop().create_future()
+        try:
+            found = await registered(self._bus, *key)
+            asking.set_result(found)
+        finally:  # where this one is cancelled, one of those who wait for its answer asks instead
+            asking.cancel()
+            del self._asking[key]
         if isinstance(found, Registered):
             if len(self._known) >= REMEMBERED_MAX:
                 self._known.clear()

@@ -16,6 +16,7 @@ from kvbus.ledger.facts import FailureClass
 from kvbus.ledger.transfer import Transfer
 from kvbus.parts import Body
 from kvbus.roles.counting import TransferTotals
+from kvbus.roles.moments import Moment, wake
 from kvbus.roles.recorder import Recorder
 from kvbus.roles.running import Agreed
 from kvbus.roles.tasks import started
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Joined:
     requesters: dict[str, None] = field(default_factory=dict)  # in order of asking: told in one order in every run
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: Moment = field(default_factory=Moment)
 
 
 class Results:
@@ -51,6 +52,7 @@ class Results:
         # Of what ended in one turn, or while the bus stood: at most all that runs, since nothing new is begun then.
         self._unsaid: deque[tuple[str, Body, str]] = deque()
         self._telling: asyncio.Task[None] | None = None
+        self._silent: asyncio.Future[None] | None = None
         self.totals = TransferTotals()
 
     def open(self, transfer: str) -> None:
@@ -75,14 +77,7 @@ class Results:
     async def ended(self, transfer: str, wait_s: float) -> bool:
         """Wait until a transfer has ended; False where that takes longer than the wait."""
         joined = self._joined.get(transfer)
-        if joined is None:
-            return True
-        try:
-            async with asyncio.timeout(wait_s):
-                await joined.ended.wait()
-        except TimeoutError:
-            return False
-        return True
+        return joined is None or await joined.ended.within(wait_s)
 
     def conclude(self, outcome: TransferOutcome, request: TransferRequested) -> None:
         """Record how a transfer ended, and tell everybody who asked."""
@@ -91,7 +86,7 @@ class Results:
         self._recorder.event(outcome, cause=request.request_id)
         joined = self._joined.pop(outcome.transfer, None)
         if joined is not None:
-            joined.ended.set()
+            joined.ended.come()
             for requester in joined.requesters:
                 self._say(requester, outcome, request.request_id)
 
@@ -107,7 +102,7 @@ class Results:
         self._recorder.event(outcome)
         joined = self._joined.pop(outcome.transfer, None)
         if joined is not None:
-            joined.ended.set()
+            joined.ended.come()
             for requester in joined.requesters:
                 if requester != request.requester:
                     self._say(requester, outcome, request.request_id)
@@ -133,18 +128,26 @@ class Results:
             log.info("result for %s not sent: %s", requester, error)
 
     def _say(self, requester: str, body: Body, cause: str) -> None:
-        """Tell something soon: one task tells, in order, all that there is to say by then."""
+        """Tell something soon: one task, which lasts, tells in order all that there is to say by then."""
         self._unsaid.append((requester, body, cause))
         self._go_on()
 
     def _go_on(self, _fault: str = "") -> None:
         """Have a task tell what is not told yet; a fault in telling one thing costs none of the others."""
-        if self._unsaid and (self._telling is None or self._telling.done()):
+        if self._telling is None or self._telling.done():
             self._telling = started(self._tell_all(), name="telling", on_fault=self._go_on)
+        elif self._silent is not None:
+            wake(self._silent)
 
     async def _tell_all(self) -> None:
-        while self._unsaid:
-            await self._tell(*self._unsaid.popleft())
+        while True:
+            while self._unsaid:
+                await self._tell(*self._unsaid.popleft())
+            self._silent = asyncio.get_running_loop().create_future()
+            try:
+                await self._silent
+            finally:
+                self._silent = None
 
 
 def outcome_of(transfer: Transfer, *, destination: str, agreed: Agreed | None = None) -> TransferOutcome:

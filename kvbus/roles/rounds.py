@@ -99,8 +99,16 @@ class Rounds:
 
     async def shared(self) -> None:
         """Run a round in the next turn of the loop: one for all who wait for it by then, whose leases it moves on."""
-        self._due = True
+        self.call_for()
         await asyncio.sleep(0)
+        self.run_due()
+
+    def call_for(self) -> None:
+        """Let a round be due, which whoever calls for it runs in its next turn, unless there was one by then."""
+        self._due = True
+
+    def run_due(self) -> None:
+        """Run the round that was called for, if none has run since."""
         if self._due:
             self.run()
 

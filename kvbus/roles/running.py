@@ -234,11 +234,12 @@ class Running:
 
     def _ask(self) -> None:
         on_fault = partial(self.failed, FailureClass.CONTRADICTION)
+        self.side.rounds.call_for()
         self._ask_task = started(self._ask_source(), name="asking", on_fault=on_fault)
 
     async def _ask_source(self) -> None:
         side, request = self.side, self.request
-        await side.rounds.shared()  # a refusal by the pool or the binding is known after this
+        side.rounds.run_due()  # a refusal by the pool or the binding is known after this
         if self.transfer.phase is not Phase.ASKING:
             return
         source, on_miss = self._source(), request.on_miss

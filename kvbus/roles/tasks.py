@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from types import coroutine
 
 log = logging.getLogger(__name__)
 
@@ -19,28 +21,52 @@ def started(
     *,
     name: str,
     on_fault: OnFault = unheard,
-    on_end: Callable[[asyncio.Task[None]], object] | None = None,
+    on_end: Callable[[], object] | None = None,
 ) -> asyncio.Task[None]:
-    """Run something as a task; what it raises is a fault of ours, since what may go wrong ends it in words."""
+    """Run something as a task; what it raises is a fault of ours, since what may go wrong ends it in words.
 
-    def ended(task: asyncio.Task[None]) -> None:
-        if on_end is not None:  # here, since each callback of a task takes a turn of the loop
-            on_end(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        log.error("a fault in the task %r", name, exc_info=error)
-        on_fault(f"a fault in {name}: {type(error).__name__}: {error}")
+    `on_end` is called at the end of the task itself, however it ends: as a callback it would take a turn of the loop.
+    """
+    watched = _watched(work, name, on_fault, on_end)
+    watched.send(None)  # into its `try`, so that a cancel before the first turn finds it there
+    return asyncio.get_running_loop().create_task(watched, name=name)
 
-    task = asyncio.get_running_loop().create_task(work, name=name)
-    task.add_done_callback(ended)
-    return task
+
+async def _watched(
+    work: Coroutine[object, object, None],
+    name: str,
+    on_fault: OnFault,
+    on_end: Callable[[], object] | None,
+) -> None:
+    try:
+        await _first_turn()
+        await work
+    except Exception:
+        if (task := asyncio.current_task()) is not None:  # None where a loop's leftovers are closed
+            task.add_done_callback(partial(_faulted, name, on_fault))
+        raise
+    finally:
+        work.close()  # where it was cancelled before its first turn
+        if on_end is not None:
+            on_end()
+
+
+@coroutine
+def _first_turn() -> Generator[None, None, None]:
+    yield
+
+
+def _faulted(name: str, on_fault: OnFault, task: asyncio.Task[None]) -> None:
+    error = task.exception()
+    log.error("a fault in the task %r", name, exc_info=error)
+    on_fault(f"a fault in {name}: {type(error).__name__}: {error}")
 
 
 class Tasks:
     """The tasks of one part that have not ended."""
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[object, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"<Tasks open={len(self._open)}>"
@@ -52,19 +78,19 @@ class Tasks:
         self, work: Coroutine[object, object, None], *, name: str, on_fault: OnFault = unheard
     ) -> asyncio.Task[None]:
         """Run something until it ends or `close` ends it."""
-        task = started(work, name=name, on_fault=on_fault, on_end=self._open.discard)
-        self._open.add(task)
+        task = started(work, name=name, on_fault=on_fault, on_end=partial(self._open.pop, work))
+        self._open[work] = task
         return task
 
     async def wait(self, wait_s: float) -> int:
         """Wait until all have ended, bounded; return how many have not."""
         if self._open:
-            await asyncio.wait(self._open, timeout=wait_s)
+            await asyncio.wait(self._open.values(), timeout=wait_s)
         return len(self._open)
 
     async def close(self) -> None:
         """Cancel all, and wait until they have ended; bounded by the cancellation itself."""
-        open_now = tuple(self._open)
+        open_now = tuple(self._open.values())
         for task in open_now:
             task.cancel()
         await asyncio.gather(*open_now, return_exceptions=True)

@@ -115,3 +115,49 @@ def test_a_call_can_be_cancelled_unless_nobody_may_and_then_the_cancel_fails() -
 
     simulated(script)
     assert ran == ["stands"]
+
+
+def test_what_begins_at_once_takes_a_task_only_where_it_waits() -> None:
+    ran: list[str] = []
+
+    async def script(_place: Place) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+
+        async def work(name: str, wait_s: float) -> None:
+            ran.append(f"{name} begins")
+            if wait_s:
+                await asyncio.sleep(wait_s)  # noqa: TID251 - virtual
+            ran.append(f"{name} ends")
+
+        loop.begin(work("short", 0.0), "short")
+        loop.begin(work("long", 0.1), "long")
+        ran.append(f"{len(loop.current.tasks)} tasks")
+        await asyncio.sleep(0.2)  # noqa: TID251 - virtual
+
+    simulated(script)
+    assert ran == ["short begins", "short ends", "long begins", "2 tasks", "long ends"]
+
+
+def test_messages_of_one_subscription_are_handled_one_by_one_each_in_a_turn_of_its_own() -> None:
+    heard: list[tuple[int, int]] = []
+
+    async def script(place: Place) -> None:
+        async def hear(delivery: Delivery) -> None:
+            heard.append((int(delivery.data), place.broker.loop.step))
+            await asyncio.sleep(0.0 if delivery.data == b"3" else 0.01)  # noqa: TID251 - virtual
+
+        subscription = await place.one.subscribe("one", hear)
+        for number in range(5):
+            await place.other.publish("one", b"%d" % number)
+        await asyncio.sleep(5.0)  # noqa: TID251 - virtual
+        await place.other.publish("one", b"5")
+        await asyncio.sleep(5.0)  # noqa: TID251 - virtual
+        assert place.one.in_hand == 0
+        await subscription.close()
+        await asyncio.sleep(0.1)  # noqa: TID251 - virtual
+        assert [task.get_name() for task in place.broker.loop.current.tasks.values()] == ["script"]
+
+    simulated(script)
+    assert sorted(number for number, _ in heard) == [0, 1, 2, 3, 4, 5]
+    assert len({step for _, step in heard}) == len(heard)

@@ -79,6 +79,20 @@ async def test_those_who_ask_together_and_soon_after_share_one_look() -> None:
     assert (len(found), bus.listed) == (65, 1)
 
 
+async def test_where_who_asks_is_cancelled_one_of_those_who_wait_for_its_answer_asks_instead() -> None:
+    bus = connect()
+    await register(bus, epoch_from(1, 1))
+    sources = Sources(bus, lambda: 0.0)
+    asking = [asyncio.get_running_loop().create_task(sources.find("a", "f")) for _ in range(3)]
+    while not bus.listed:
+        await asyncio.tasks.sleep(0)
+    asking[0].cancel()
+    gone, *found = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(gone, asyncio.CancelledError)
+    assert {getattr(one, "epoch", 0) for one in found} == {epoch_from(1, 1)}
+    assert bus.listed == 2
+
+
 async def test_what_was_seen_is_not_believed_for_long() -> None:
     bus, now = connect(), [0.0]
     await register(bus, epoch_from(1, 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvbus.bus_assets import INSTANCE_TTL_S, WorkLimits
-from kvbus.testing.sim.loop import Actor, SimLoop
+from kvbus.testing.sim.loop import SimLoop
 from kvbus.testing.sim.settings import Rates
 from kvbus.testing.sim.trail import Trail
 from kvbus.testing.streams import matches
@@ -93,7 +93,6 @@ class SimBroker:
 
     def __init__(self, loop: SimLoop, seed: str, rates: Rates, trail: Trail) -> None:
         self.loop = loop
-        self.actor = Actor("broker")
         self.topics = Topics()
         self.random = random.Random(f"{seed}:bus")
         self.rates = rates
@@ -184,7 +183,7 @@ class SimBroker:
         else:
             arrive(*message)
             return
-        self.loop.post(self.actor, self._carry_on, self.life, arrive, message, delay_s=delay_s)
+        self.loop.arrive(delay_s, self._carry_on, self.life, arrive, message)
 
     def _carry_on(self, life: int, arrive: Callable[..., None], message: tuple[object, ...]) -> None:
         """Bring a message there at last, unless it was under way when the broker stopped."""

@@ -35,6 +35,9 @@ SLOW = 0.05
 HOP_S = 0.001
 CALL_S = 5.0
 
+_Message = tuple[Delivery, Callable[[bytes], None] | None]
+"""What is heard, and how it is answered."""
+
 
 class SimBus:
     """A connection. `cut`: both ends know that it is gone; `hole`: neither does, and everything vanishes in it."""
@@ -58,6 +61,11 @@ class SimBus:
         """Whether the broker knows that nobody is there: the process ended, or the connection was closed."""
         return not self.actor.alive
 
+    @property
+    def in_hand(self) -> int:
+        """Messages that are being handled here."""
+        return sum(listener.in_hand for listener in self._listeners)
+
     async def publish(self, subject: str, data: bytes) -> None:
         """See `kvbus.transport.Bus`."""
         self._check()
@@ -75,17 +83,22 @@ class SimBus:
 
     async def request(self, subject: str, data: bytes, *, wait_s: float) -> bytes | NoAnswer:
         """See `kvbus.transport.Bus`."""
-        self._check()
-        broker = self.broker
-        answer: asyncio.Future[bytes | NoAnswer] = broker.loop.create_future()
-        answered = partial(self._answered, answer, broker.life)
-        if not self.hole and not broker.send(Delivery(subject, data), answered):
+        loop = self.broker.loop
+        answer: asyncio.Future[bytes | NoAnswer] = loop.create_future()
+        if not self.ask(subject, data, partial(_resolve, answer)):
             return NoAnswer("nobody_listens")
-        timer = broker.loop.call_later(wait_s, _resolve, answer, NoAnswer("late"))
+        timer = loop.arrive(wait_s, _resolve, answer, NoAnswer("late"))
         try:
             return await answer
         finally:
             timer.cancel()
+
+    def ask(self, subject: str, data: bytes, heard: Callable[[bytes], object]) -> bool:
+        """Ask without waiting; `heard` is called with an answer that comes. False where nobody listens."""
+        self._check()
+        return (
+            self.hole or self.broker.send(Delivery(subject, data), partial(self._answered, heard, self.broker.life)) > 0
+        )
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """See `kvbus.transport.Bus`."""
@@ -113,7 +126,7 @@ class SimBus:
                 return [_SimWork(self, one) for one in given]
             more = self.broker.await_work(subject_filter)
             wake_s = max(0.001, min(left_s, self.broker.due_s(subject_filter)))
-            timer = loop.call_later(wake_s, _resolve, more, None)
+            timer = loop.arrive(wake_s, _resolve, more, None)
             try:
                 await more
             finally:
@@ -227,14 +240,14 @@ class SimBus:
         if not self.connected or self.broker.life != life:
             raise BusError("the connection to the broker was lost", broker="simulated")
 
-    def _answered(self, answer: "asyncio.Future[bytes | NoAnswer]", life: int, said: bytes) -> None:
+    def _answered(self, heard: Callable[[bytes], object], life: int, said: bytes) -> None:
         """Somebody has answered; the broker that was asked brings it back, if it still lives."""
         if self.broker.life == life:
-            self.broker.carry(self._bring, answer, said)
+            self.broker.carry(self._bring, heard, said)
 
-    def _bring(self, answer: "asyncio.Future[bytes | NoAnswer]", said: bytes) -> None:
+    def _bring(self, heard: Callable[[bytes], object], said: bytes) -> None:
         if self.connected:
-            _resolve(answer, said)
+            heard(said)
 
     def _listen(self, listener: "_Listener") -> "_Listener":
         self._listeners.append(listener)
@@ -249,7 +262,10 @@ class SimBus:
 
 
 class _Listener:
-    """One subscription: messages wait here, and at most `places` of them are being handled."""
+    """One subscription: messages wait here, and at most `places` of them are being handled, each by a task of its own.
+
+    Who has handled one waits for the next: tasks cost more than all else that a message does.
+    """
 
     def __init__(self, bus: SimBus, subject: str, responder: Responder, *, places: int, answers: bool) -> None:
         self.subject = subject
@@ -257,8 +273,11 @@ class _Listener:
         self._bus = bus
         self._responder = responder
         self._places = places
-        self._queue: deque[tuple[Delivery, Callable[[bytes], None] | None]] = deque()
+        self._queue: deque[_Message] = deque()
+        self._resting: list[asyncio.Future[_Message | None]] = []
         self._closed = False
+        self.in_hand = 0
+        """Messages that are being handled."""
 
     @property
     def connected(self) -> bool:
@@ -271,22 +290,40 @@ class _Listener:
         return self._bus.gone or self._closed
 
     def hear(self, delivery: Delivery, answer: Callable[[bytes], None] | None) -> None:
-        """Handle a message, or keep it until there is a place."""
-        if len(self._queue) < QUEUED_MAX:
+        """Handle a message in a turn of its own, or keep it until there is a place."""
+        if self._resting:
+            self._resting.pop().set_result((delivery, answer))
+        elif self._places:
+            self._places -= 1
+            self._bus.broker.loop.spawn(self._bus.actor, self._serve((delivery, answer)), "listener")
+        elif len(self._queue) < QUEUED_MAX:
             self._queue.append((delivery, answer))
-            self._begin()
 
     async def close(self) -> None:
         """Hear nothing more."""
         self._closed = True
         self._queue.clear()
+        while self._resting:
+            self._resting.pop().set_result(None)
         self._bus.forget(self)
 
-    def _begin(self) -> None:
-        while self._queue and self._places:
-            self._places -= 1
-            work = self._handle(*self._queue.popleft())
-            self._bus.broker.loop.spawn(self._bus.actor, work, self.subject)
+    async def _serve(self, message: "_Message") -> None:
+        heard: _Message | None = message
+        while heard is not None:
+            self.in_hand += 1
+            try:
+                await self._handle(*heard)
+            finally:
+                self.in_hand -= 1
+            if self._queue:
+                await asyncio.sleep(0)  # a message, a turn: a crash may come between any two
+            heard = self._queue.popleft() if self._queue else await self._rest()
+
+    async def _rest(self) -> "_Message | None":
+        """Wait for a message; None where none comes any more."""
+        rest: asyncio.Future[_Message | None] = self._bus.broker.loop.create_future()
+        self._resting.append(rest)
+        return await rest
 
     async def _handle(self, delivery: Delivery, answer: Callable[[bytes], None] | None) -> None:
         try:
@@ -295,9 +332,6 @@ class _Listener:
                 answer(said)
         except Exception as error:  # noqa: BLE001 - as on the real bus: it answers nothing, and that is noted
             self._bus.broker.trail.note(self._bus.actor.name, f"{self.subject} raised {error!r}")
-        finally:
-            self._places += 1
-            self._begin()
 
 
 class _SimWork:

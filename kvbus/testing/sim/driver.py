@@ -58,14 +58,14 @@ class Driver:
             loop.spawn(self._actor, self._forge(), "stranger")
 
     async def _ask(self) -> None:
-        settings, loop = self._town.settings, self._town.truth.loop
+        settings = self._town.settings
         pause_s = 1 / (settings.requests_a_second * settings.instances)
         while self._town.fired() < settings.transfers:
             draw = self._random.random()
             if draw < 0.04 and self._recent:
-                loop.spawn(self._actor, self._cancel(self._random.choice(self._recent)), "cancel")
+                self._cancel(self._random.choice(self._recent))
             elif draw < 0.12 and self._recent:
-                loop.spawn(self._actor, self._send(self._random.choice(self._recent)), "repeat")
+                self._send(self._random.choice(self._recent))
             else:
                 # Mostly where there is room: a refusal costs as much to simulate as a transfer, and shows less.
                 regardless = draw > REGARDLESS
@@ -74,7 +74,7 @@ class Driver:
                 if roomy and sources:
                     asked = self._make(self._random.choice(roomy), sources, regardless=regardless)
                     self._recent.append(asked)
-                    loop.spawn(self._actor, self._send(asked), "request")
+                    self._send(asked)
                     if self._random.random() < ANSWERS_A_REQUEST:
                         self._keep_engines_busy()
                 else:
@@ -98,7 +98,7 @@ class Driver:
                 lender, reader = draw.choice(lent)
                 body = LeaseReleased(key=reader.key, nonce=draw.randbytes(16))
                 self.counts["forged"] += 1
-                await self._tell(lender.instance, Command.LEASE, body, member_name(lender.rank))
+                self._tell(lender.instance, Command.LEASE, body, member_name(lender.rank))
 
     def _make(self, destination: str, sources: Sequence[str], *, regardless: bool) -> _Asked:
         draw = self._random
@@ -133,27 +133,30 @@ class Driver:
     def _salt(self) -> str:
         return "" if self._random.random() < 0.9 else "other"
 
-    async def _send(self, asked: _Asked) -> None:
-        topics, draw = self._town.broker.topics, self._random.random()
-        data = self._encoded(asked.request)
+    def _send(self, asked: _Asked) -> None:
+        if self._random.random() < 0.7:
+            self._town.truth.loop.begin(self._store(asked), "request")
+        else:
+            self._tell(asked.destination, Command.TRANSFER, asked.request)
+
+    async def _store(self, asked: _Asked) -> None:
+        request = asked.request
+        subject = self._town.broker.topics.transfer(asked.destination, request.request_hash)
         try:
-            if draw < 0.7:
-                subject = topics.transfer(asked.destination, asked.request.request_hash)
-                await self._bus.store(subject, data, message_id=asked.request.request_id)
-            else:
-                await self._bus.request(topics.command(asked.destination, Command.TRANSFER), data, wait_s=2.0)
+            await self._bus.store(subject, self._encoded(request), message_id=request.request_id)
         except BusError:
             self.counts["not_sent"] += 1
 
-    async def _cancel(self, asked: _Asked) -> None:
+    def _cancel(self, asked: _Asked) -> None:
         self.counts["cancels"] += 1
         body = TransferCancelRequested(request_hash=asked.request.request_hash)
-        await self._tell(asked.destination, Command.CANCEL, body)
+        self._tell(asked.destination, Command.CANCEL, body)
 
-    async def _tell(self, instance: str, verb: Command, body: Body, member: str = "") -> None:
+    def _tell(self, instance: str, verb: Command, body: Body, member: str = "") -> None:
+        """Ask something, and wait for no answer: no requester here does anything about one."""
         subject = self._town.broker.topics.command(instance, verb, member)
         try:
-            await self._bus.request(subject, self._encoded(body), wait_s=2.0)
+            self._bus.ask(subject, self._encoded(body), lambda _answer: None)
         except BusError:
             self.counts["not_sent"] += 1
 

@@ -187,7 +187,7 @@ class SimEngine:
                 value = call()
             except PeerError as error:
                 value = EngineError(str(error))
-            self._loop.post(run.actor, _settle, answer, value)
+            _settle(answer, value)  # a frame, which is the next turn of the engine, if that still lives
 
         self._loop.post(self._member, at_the_desk)
         return await answer
@@ -218,8 +218,7 @@ class _Run:
         self._reading.clear()
         self._writing.clear()
         for answer in self.waiting:
-            if not answer.done():
-                answer.set_exception(EngineError("the engine went away"))
+            _settle(answer, EngineError("the engine went away"))
 
     async def read(self, pages: Sequence[int], names: Sequence[bytes], took_s: float) -> None:
         """Read pages whole; they must hold what their names say, at the beginning and at the end."""
@@ -251,9 +250,11 @@ class _Run:
 
 
 def _settle(future: "asyncio.Future[T]", value: "T | Exception") -> None:
+    """Give an answer to whoever waits for it, if anybody does."""
     if future.done():
         return
     if isinstance(value, Exception):
         future.set_exception(value)
+        future.exception()  # it counts as heard: whoever waits may be dead before its turn comes
     else:
         future.set_result(value)

@@ -9,15 +9,21 @@ import asyncio
 import contextlib
 import heapq
 import random
-from asyncio import events
+from asyncio import events, futures
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextvars import Context, ContextVar, copy_context
+from types import coroutine
 from typing import Any, TypeVar
+
+from kvbus.roles.moments import wake
 
 T = TypeVar("T")
 
 _ACTOR: ContextVar["Actor"] = ContextVar("actor")
+
+_WAKING = frozenset({futures._set_result_unless_cancelled, wake})  # type: ignore[attr-defined] # noqa: SLF001
+"""What ends a wait when its time comes: that of `asyncio.sleep`, and that for a `Moment`."""
 
 _Turn = tuple[Callable[..., object], Sequence[object], Context, asyncio.Handle | None]
 """A callback, its arguments and its context; and its handle, where somebody may cancel it."""
@@ -108,9 +114,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._on_fault = on_fault
         self.now = 0.0
         """What `time()` returns, for those who ask at every step."""
-        self.look_soon, self.look_step, self.look_s = False, 0.0, 0.0
-        """When to look: after this step, from some step on, from some time on; at first after each step."""
-        self._timers: list[tuple[float, int, SimTimer, Actor]] = []
+        self.look_step, self.look_s = 0.0, 0.0
+        """When to look: from some step on, 0 after this one, and from some time on; at first after each step."""
+        self._timers: list[tuple[float, int, SimTimer, Actor | None]] = []
         self._active: list[Actor] = []
         self._sequence = 0
         self._with_tasks: dict[Actor, None] = {}
@@ -142,10 +148,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                     except BaseException as error:  # noqa: BLE001 - as asyncio's handles do
                         told = handle or SimHandle(callback, tuple(args), self, context)
                         self._on_fault(actor, f"callback {told!r} let out {error!r}", error)
-                if self.look_soon or self.step >= self.look_step or self.now >= self.look_s:
-                    self.look_soon = False
-                    if look(self.current):
-                        break
+                if self.step >= self.look_step and look(self.current):
+                    break
         finally:
             events._set_running_loop(None)  # noqa: SLF001
 
@@ -156,13 +160,23 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers.clear()
 
     def _take_timers(self) -> bool:
-        """Jump to the next timer, and make ready all that are due then; False where nothing can run any more."""
+        """Jump to the next timer, and make ready all that are due then; False where nothing can run any more.
+
+        What ends a sleep, or brings something from one actor to another, takes no turn of its own: the turn of whoever
+        is woken by it follows, if that one still lives, and nothing that anybody sees could come between the two.
+        """
         timers = self._timers
         while timers and not self._active:
             self.now = now = max(self.now, timers[0][0])
+            if now >= self.look_s:
+                self.look_step = 0.0
             while timers and timers[0][0] <= now:
                 _, _, timer, actor = heapq.heappop(timers)
-                if not timer._cancelled:  # noqa: SLF001
+                if timer._cancelled:  # noqa: SLF001
+                    continue
+                if actor is None:
+                    timer._callback(*timer._args)  # noqa: SLF001
+                else:
                     self._enqueue(actor, (timer._callback, timer._args, timer._context, timer))  # noqa: SLF001
         return bool(self._active)
 
@@ -209,12 +223,27 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Start a coroutine as a task of an actor."""
         return self.create_task(work, name=name, context=actor.context.copy())
 
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run work of the current actor as far as it gets in this turn, mostly to its end; only what waits is a task.
+
+        It is in no task until then: so it may not begin with `asyncio.timeout`.
+        """
+        try:
+            awaited = work.send(None)
+        except StopIteration:
+            return
+        self.spawn(self.current, _resumed(work, awaited), name)
+
     def post(self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0) -> None:
         """Have an actor call something, now or later; it is not taken back."""
         if delay_s > 0:
             self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
         else:
             self._enqueue(actor, (callback, args, actor.context, None))
+
+    def arrive(self, delay_s: float, callback: Callable[..., object], *args: object) -> "SimTimer":
+        """Have something called later that only wakes an actor, or hands it something: as a wire does, of no actor."""
+        return self._set_timer(self.now + delay_s, callback, args, None, self._world.context)
 
     # ------------------------------------------------------------------------------------- what asyncio asks a loop
 
@@ -251,6 +280,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio."""
+        if callback in _WAKING:
+            return self._set_timer(self.now + delay, callback, args, None, self._world.context)
         if context is None:
             return self._set_timer(self.now + delay, callback, args, self.current, copy_context())
         return self._set_timer(self.now + delay, callback, args, context.get(_ACTOR, self._world), context)
@@ -264,7 +295,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self._set_timer(when, callback, args, context.get(_ACTOR, self._world), context)
 
     def _set_timer(
-        self, when: float, callback: Callable[..., object], args: tuple[object, ...], actor: Actor, context: Context
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[object, ...],
+        actor: Actor | None,
+        context: Context,
     ) -> "SimTimer":
         handle = SimTimer(when, callback, args, self, context)
         self._sequence += 1
@@ -312,6 +348,23 @@ class SimLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """See asyncio."""
         return False
+
+
+async def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> None:
+    """Go on with work that waits already."""
+    await _going_on(work, awaited)
+
+
+@coroutine
+def _going_on(work: Coroutine[Any, Any, None], awaited: object) -> Generator[object, None, None]:
+    try:
+        while True:
+            yield awaited
+            awaited = work.send(None)
+    except StopIteration:
+        return
+    finally:
+        work.close()
 
 
 def _nothing() -> None:

@@ -116,7 +116,7 @@ class Member:
     async def _rounds(self, parts: Parts) -> None:
         while True:
             wait_s = TICK_S / 4 if parts.destination.running else TICK_S
-            timer = self.truth.loop.call_later(wait_s, self._wake.set)
+            timer = self.truth.loop.arrive(wait_s, self._wake.set)
             await self._wake.wait()
             timer.cancel()
             self._wake.clear()
@@ -136,15 +136,12 @@ class Member:
             rank=self.rank,
             others=self.others,
             seed=f"{self._seed}:parts",
-            ring=self._ring,
+            ring=self._wake.set,
             unix_ns=self.unix_ns,
             nonce=self._nonces.randbytes,
             councils=self.councils,
         )
         return Builder(place, epoch).build()
-
-    def _ring(self) -> None:
-        self.truth.loop.post(self.actor, self._wake.set)
 
     def _nonce(self, bits: int) -> int:
         return self._nonces.getrandbits(bits)

@@ -4,7 +4,7 @@ from kvbus.testing.sim.assembly import Parts
 from kvbus.testing.sim.member import Member
 from kvbus.testing.sim.town import Town
 
-LASTING_TASKS = frozenset({"run", "recorder", "presence", "consume", "council"})
+LASTING_TASKS = frozenset({"run", "recorder", "presence", "consume", "council", "telling", "listener"})
 """A member's tasks that end only with it."""
 
 
@@ -42,6 +42,8 @@ def _left_at(member: Member, parts: Parts) -> list[str]:
         "attempts are open": parts.reader.open,
         "transfers are in flight": parts.gate.statistics().inflight,
         "bytes wait for the broker": parts.recorder.queued_bytes,
+        "messages are in hand": member.bus.in_hand,
+        "results are unsaid": len(parts.destination.results._unsaid),  # noqa: SLF001
         "questions are open": parts.source._questions.open,  # noqa: SLF001
     }
     if parts.council is not None and parts.sharing is not None:

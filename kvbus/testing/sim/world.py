@@ -15,8 +15,8 @@ from kvbus.testing.sim.town import Town
 from kvbus.testing.sim.trail import Step, Trail, Violation
 from kvbus.testing.sim.truth import Truth
 
-CHECK_STEPS = 1_000
-CHECK_STEPS_PER_MEMBER = 25
+CHECK_STEPS = 600
+CHECK_STEPS_PER_MEMBER = 15
 """All of the state is checked once in so many steps, what a round touched at its end. Where more than
 forty members share the steps, once in so many of each: looking at a thousand that have not moved shows nothing."""
 REST_S = 240.0
@@ -106,7 +106,7 @@ class World:
         return is_over
 
     def _look_soon(self) -> None:
-        self.loop.look_soon = True
+        self.loop.look_step = 0
 
     def _check_all(self) -> None:
         for member in self.town.up():
