@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvbus.errors import LedgerContradictionError
 from kvbus.ledger.binding import Binding, BindingStatistics
-from kvbus.ledger.facts import Fact
+from kvbus.ledger.facts import RESULT_BITS, Fact
 from kvbus.ledger.foreign import Foreign
 from kvbus.ledger.held import Held
 
@@ -57,6 +57,8 @@ def check_books(
     for ticket, one in held.items():
         if one.bits & Fact.RETURNED:
             raise LedgerContradictionError("a returned lease is still held", ticket=ticket)
+        if one.closed != bool(one.bits & RESULT_BITS):
+            raise LedgerContradictionError("closed and the bits of its result differ", ticket=ticket)
         if one.bits & Fact.ACCESS_ENDED and one.attempt_open:
             raise LedgerContradictionError("access ended while an attempt is open", ticket=ticket)
         if one.retained != (ticket in one.binding.retained):

@@ -134,6 +134,13 @@ def test_books_that_agree_pass() -> None:
     sound()
 
 
+def test_a_lease_that_is_closed_without_a_result_is_found() -> None:
+    one = sound()
+    one.closed = True
+    with pytest.raises(LedgerContradictionError, match="bits of its result differ"):
+        books(one)
+
+
 def test_a_lease_without_its_ticket_is_found() -> None:
     one = sound()
     with pytest.raises(LedgerContradictionError, match="books differ"):
