@@ -146,9 +146,9 @@ async def _decided_during_an_outage(s: Script) -> None:
 def _said_into_the_outage() -> Sequence[Patch]:
     """Try to store each event once."""
 
-    async def once(self: Recorder, lane: Any, outgoing: Any) -> None:
+    async def once(self: Recorder, lane: Any, data: bytes, sequence: int) -> None:
         try:
-            await self._bus.store(lane.subject, outgoing.data, message_id=f"{self._speaker}.{outgoing.sequence}")
+            await self._bus.store(lane.subject, data, message_id=f"{self._name}.{sequence}")
         except BusError:
             return
 
