@@ -50,6 +50,8 @@ class SimBus:
         self.on_taken_off: Callable[[str, str], None] = lambda _request_hash, _message_id: None
         """Hears of each request, by hash and id, that this party takes off the queue."""
         self._listeners: list[_Listener] = []
+        self.in_hand = 0
+        """Messages that are being handled here."""
 
     @property
     def connected(self) -> bool:
@@ -60,11 +62,6 @@ class SimBus:
     def gone(self) -> bool:
         """Whether the broker knows that nobody is there: the process ended, or the connection was closed."""
         return not self.actor.alive
-
-    @property
-    def in_hand(self) -> int:
-        """Messages that are being handled here."""
-        return sum(listener.in_hand for listener in self._listeners)
 
     async def publish(self, subject: str, data: bytes) -> None:
         """See `kvbus.transport.Bus`."""
@@ -276,8 +273,6 @@ class _Listener:
         self._queue: deque[_Message] = deque()
         self._resting: list[asyncio.Future[_Message | None]] = []
         self._closed = False
-        self.in_hand = 0
-        """Messages that are being handled."""
 
     @property
     def connected(self) -> bool:
@@ -310,17 +305,19 @@ class _Listener:
     async def _serve(self, message: "_Message") -> None:
         heard: _Message | None = message
         while heard is not None:
-            self.in_hand += 1
+            self._bus.in_hand += 1
             try:
                 await self._handle(*heard)
             finally:
-                self.in_hand -= 1
+                self._bus.in_hand -= 1
             if self._queue:
                 await asyncio.sleep(0)  # a message, a turn: a crash may come between any two
             heard = self._queue.popleft() if self._queue else await self._rest()
 
     async def _rest(self) -> "_Message | None":
         """Wait for a message; None where none comes any more."""
+        if self._closed:
+            return None
         rest: asyncio.Future[_Message | None] = self._bus.broker.loop.create_future()
         self._resting.append(rest)
         return await rest
