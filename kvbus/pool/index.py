@@ -62,5 +62,6 @@ class ReuseIndex:
 
     def check(self) -> None:
         """Raise LedgerContradictionError unless names and pages correspond one to one; O(names)."""
-        if dict(zip(self._page_of.values(), self._page_of, strict=True)) != self._name_of:
+        page_of, name_of = self._page_of, self._name_of  # turned round, of two names on one page only the last is left
+        if len(page_of) != len(name_of) or dict(zip(page_of.values(), page_of, strict=True)) != name_of:
             raise LedgerContradictionError("the reuse index is not one to one", names=len(self._page_of))

@@ -52,3 +52,6 @@ def test_the_check_finds_an_index_that_is_not_one_to_one() -> None:
     index._page_of[B] = 3
     with pytest.raises(LedgerContradictionError, match="one to one"):
         index.check()
+    index._name_of[3] = B  # the later name alone is known of the page
+    with pytest.raises(LedgerContradictionError, match="one to one"):
+        index.check()
