@@ -116,9 +116,6 @@ class ReaderKey(Part):
     attempt: Annotated[int, Field(ge=1, lt=2**31)]
     rank: Rank
 
-    def __hash__(self) -> int:
-        return hash(self.transfer)  # tells nearly all apart, at a third of the price of all the fields
-
 
 class ProcessIdentity(Part):
     """A process such that its death can be proved on the same host: pid plus start time, boot and pid namespace."""

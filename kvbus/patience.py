@@ -14,7 +14,8 @@ from kvbus.events import TransferOutcome
 from kvbus.handles import LOST, UNASKED, TransferHandle, Verdict
 
 ELECTION_REASONS = ("bus_unavailable:", "not_leading:")
-"""How a destination's refusals begin that an election explains, of brokers or of its own members: seconds, mostly."""
+"""How a destination's refusals begin that an election explains, of brokers or of its own members: seconds, mostly. So
+does that of one whose facts or releases wait for a broker that is away."""
 PASSING_REASONS = (*ELECTION_REASONS, "draining:", "waited:", "no instance ")
 """How the refusals begin that pass: an instance that leaves, is away for a moment, or chooses who takes its requests;
 and a queue that was too long."""
@@ -119,8 +120,8 @@ async def ended(
     """Return how a request ends that was put, with the handle of the last try and its verdict.
 
     It is put again while its destination refuses because of an election, until `wait_s` is over. Any other refusal ends
-    it, and so does that nobody can say whether it is queued. A try's outcome is waited for for `outcome_s`. `say` hears
-    why it is put again; BusError as of `ask_until`.
+    it, and so does that nobody can say whether it is queued. A try's outcome is waited for for `outcome_s`, also where
+    it was put at the end of `wait_s`. `say` hears why it is put again; BusError as of `ask_until`.
     """
     loop = asyncio.get_running_loop()
     ends_at, pause_s = loop.time() + wait_s, PAUSE_S

@@ -119,7 +119,8 @@ async def _stage(bus: NatsBus, topics: Topics, prompt: Prompt, request: dict[str
             )
 
         def say(why: str) -> None:
-            notes.print(f"[dim]{escape(why)}; asking again[/]", soft_wrap=True)
+            # Above the bar, where there is one: another console would write into its line.
+            (screen if screen.is_terminal else notes).print(f"[dim]{escape(why)}; asking again[/]", soft_wrap=True)
 
         ends_at = asyncio.get_running_loop().time() + budget_s
         try:

@@ -210,7 +210,10 @@ class Recorder:
 
     def _first_undecided(self) -> int | None:
         """Return the number of the oldest decision that is not stored; None where all are."""
-        return self._decisions.queue[0][1] if self._decisions.queue else None
+        if not self._decisions.queue:
+            return None
+        _, sequence, _ = self._decisions.queue[0]
+        return sequence
 
     def _tell_of_end(self, lane: Lane) -> None:
         if lane is self._decisions:

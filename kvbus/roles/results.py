@@ -53,6 +53,7 @@ class Results:
         self._unsaid: deque[tuple[str, Body, str]] = deque()
         self._telling: asyncio.Task[None] | None = None
         self._silent: asyncio.Future[None] | None = None
+        self._closed = False
         self.totals = TransferTotals()
 
     def open(self, transfer: str) -> None:
@@ -116,7 +117,8 @@ class Results:
         await self._tell(request.requester, verdict, request.request_id)
 
     async def close(self) -> None:
-        """End what is still being told."""
+        """End what is still being told; what is said after this is told too, by a task that ends with it."""
+        self._closed = True
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)
@@ -128,7 +130,7 @@ class Results:
             log.info("result for %s not sent: %s", requester, error)
 
     def _say(self, requester: str, body: Body, cause: str) -> None:
-        """Tell something soon: one task, which lasts, tells in order all that there is to say by then."""
+        """Tell something soon: one task, which lasts until the close, tells in order all that there is to say by then."""
         self._unsaid.append((requester, body, cause))
         self._go_on()
 
@@ -143,6 +145,8 @@ class Results:
         while True:
             while self._unsaid:
                 await self._tell(*self._unsaid.popleft())
+            if self._closed:
+                return
             self._silent = asyncio.get_running_loop().create_future()
             try:
                 await self._silent

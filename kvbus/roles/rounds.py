@@ -104,7 +104,7 @@ class Rounds:
         self.run_due()
 
     def call_for(self) -> None:
-        """Let a round be due, which whoever calls for it runs in its next turn, unless there was one by then."""
+        """Make a round due: whoever calls for it calls `run_due` in its next turn; one before that serves as well."""
         self._due = True
 
     def run_due(self) -> None:

@@ -66,7 +66,7 @@ class Tasks:
     """The tasks of one part that have not ended."""
 
     def __init__(self) -> None:
-        self._open: dict[object, asyncio.Task[None]] = {}
+        self._open: dict[object, asyncio.Task[None]] = {}  # by its work, since a task ends it before it is known itself
 
     def __repr__(self) -> str:
         return f"<Tasks open={len(self._open)}>"

@@ -13,7 +13,7 @@ from kvbus.testing.sim.loop import Actor, SimLoop
 from kvbus.testing.sim.settings import CALM
 from kvbus.testing.sim.trail import Trail
 from kvbus.topics import Topics
-from kvbus.transport import Bus, Delivery, NotStored, Stored
+from kvbus.transport import Bus, Delivery, NoAnswer, NotStored, Stored
 from tests.unit.helpers.log_promises import LOG, LOG_PROMISES, check_that_a_trimmed_log_starts_anew
 
 AGE_MAX_S = 60.0
@@ -139,13 +139,70 @@ def test_what_begins_at_once_takes_a_task_only_where_it_waits() -> None:
     assert ran == ["short begins", "short ends", "long begins", "2 tasks", "long ends"]
 
 
+def test_work_that_began_at_once_hears_of_what_failed_while_it_waits() -> None:
+    heard: list[str] = []
+
+    async def script(_place: Place) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        fails: asyncio.Future[None] = loop.create_future()
+
+        async def work() -> None:
+            try:
+                await fails
+            except ValueError as error:
+                heard.append(str(error))
+            await asyncio.sleep(0.1)  # noqa: TID251 - virtual
+            heard.append("and goes on")
+
+        loop.begin(work(), "work")
+        fails.set_exception(ValueError("it failed"))
+        await asyncio.sleep(0.2)  # noqa: TID251 - virtual
+
+    simulated(script)
+    assert heard == ["it failed", "and goes on"]
+
+
+def test_a_process_that_stood_still_past_its_wait_finds_the_answer_that_came_meanwhile() -> None:
+    # P18
+    answers: list[bytes | NoAnswer] = []
+
+    async def script(place: Place) -> None:
+        loop, sleeper = place.broker.loop, Actor("sleeper")
+        asker = SimBus(place.broker, sleeper)
+
+        async def answer(_delivery: Delivery) -> bytes:
+            await asyncio.sleep(2.0)  # noqa: TID251 - virtual
+            return b"late, and yet there"
+
+        async def ask() -> None:
+            answers.append(await asker.request("question", b"", wait_s=1.0))
+
+        await place.one.respond("question", answer)
+        loop.spawn(sleeper, ask(), "ask")
+        await asyncio.sleep(0.5)  # noqa: TID251 - virtual
+        loop.pause(sleeper)
+        await asyncio.sleep(5.0)  # noqa: TID251 - virtual
+        assert not answers
+        loop.resume(sleeper)
+        await asyncio.sleep(0.1)  # noqa: TID251 - virtual
+
+    simulated(script)
+    assert answers == [b"late, and yet there"]
+
+
 def test_messages_of_one_subscription_are_handled_one_by_one_each_in_a_turn_of_its_own() -> None:
     heard: list[tuple[int, int]] = []
 
     async def script(place: Place) -> None:
+        busy: list[bytes] = []
+
         async def hear(delivery: Delivery) -> None:
+            assert not busy, "two messages are handled at once"
+            busy.append(delivery.data)
             heard.append((int(delivery.data), place.broker.loop.step))
             await asyncio.sleep(0.0 if delivery.data == b"3" else 0.01)  # noqa: TID251 - virtual
+            busy.clear()
 
         subscription = await place.one.subscribe("one", hear)
         for number in range(5):

@@ -84,7 +84,8 @@ class SimBus:
         answer: asyncio.Future[bytes | NoAnswer] = loop.create_future()
         if not self.ask(subject, data, partial(_resolve, answer)):
             return NoAnswer("nobody_listens")
-        timer = loop.arrive(wait_s, _resolve, answer, NoAnswer("late"))
+        # Of the asker, and a turn of its own: a process that stood still finds an answer that came meanwhile (P18).
+        timer = loop.call_later(wait_s, _resolve, answer, NoAnswer("late"))
         try:
             return await answer
         finally:
@@ -327,7 +328,7 @@ class _Listener:
             said = await self._responder(delivery)
             if answer is not None and self._bus.connected:
                 answer(said)
-        except Exception as error:  # noqa: BLE001 - as on the real bus: it answers nothing, and that is noted
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - as on the real bus: that is noted
             self._bus.broker.trail.note(self._bus.actor.name, f"{self.subject} raised {error!r}")
 
 

@@ -17,7 +17,7 @@ from kvbus.testing.sim.world import World
 SEEDS = range(1, 13)
 """Seeds that are tried, in order, until one notices the fault: several times what any of them needs."""
 TRANSFERS = 300
-STEPS_MAX = 300_000
+STEPS_MAX = 180_000
 """A world with a fault that keeps it from rest ends here: ten times the steps that so many transfers take."""
 
 _ANY = SimSettings(seed=0, transfers=TRANSFERS, stop_at_step=STEPS_MAX)

@@ -244,7 +244,7 @@ class _Run:
         end_access(self._owner.writers, pages)
 
     def _compare(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
-        for page, name in strange(self._pool.memory, dict(zip(pages, names, strict=False))).items():
+        for page, name in strange(self._pool.memory, pages, names):
             text = f"the engine reads wrong bytes: p{page} is not what {name.hex()[:8]} says"
             self._truth.trail.violate(self._owner.name, text, f"p{page}")
 

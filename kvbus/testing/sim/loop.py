@@ -163,7 +163,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Jump to the next timer, and make ready all that are due then; False where nothing can run any more.
 
         What ends a sleep, or brings something from one actor to another, takes no turn of its own: the turn of whoever
-        is woken by it follows, if that one still lives, and nothing that anybody sees could come between the two.
+        is woken by it follows, if that one still lives, and nothing that anybody sees could come between the two. One
+        that stands still is woken when it goes on, behind all that came for it before.
         """
         timers = self._timers
         while timers and not self._active:
@@ -174,11 +175,17 @@ class SimLoop(asyncio.AbstractEventLoop):
                 _, _, timer, actor = heapq.heappop(timers)
                 if timer._cancelled:  # noqa: SLF001
                     continue
-                if actor is None:
-                    timer._callback(*timer._args)  # noqa: SLF001
+                if actor is None or (timer._callback in _WAKING and not actor.paused):  # noqa: SLF001
+                    self._arrived(timer)
                 else:
                     self._enqueue(actor, (timer._callback, timer._args, timer._context, timer))  # noqa: SLF001
         return bool(self._active)
+
+    def _arrived(self, timer: "SimTimer") -> None:
+        try:
+            timer._callback(*timer._args)  # noqa: SLF001
+        except Exception as error:  # noqa: BLE001 - as in a turn
+            self._on_fault(self._world, f"{timer!r} let out {error!r}", error)
 
     def _enqueue(self, actor: Actor, turn: _Turn) -> None:
         if not actor.alive:
@@ -280,10 +287,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio."""
-        if callback in _WAKING:
-            return self._set_timer(self.now + delay, callback, args, None, self._world.context)
         if context is None:
-            return self._set_timer(self.now + delay, callback, args, self.current, copy_context())
+            context = self.current.context if callback in _WAKING else copy_context()  # which waking does not look at
+            return self._set_timer(self.now + delay, callback, args, self.current, context)
         return self._set_timer(self.now + delay, callback, args, context.get(_ACTOR, self._world), context)
 
     def call_at(
@@ -359,8 +365,12 @@ async def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> None:
 def _going_on(work: Coroutine[Any, Any, None], awaited: object) -> Generator[object, None, None]:
     try:
         while True:
-            yield awaited
-            awaited = work.send(None)
+            try:
+                yield awaited
+            except Exception as error:  # noqa: BLE001 - what it waits for has failed, which is the work's to hear
+                awaited = work.throw(error)
+            else:
+                awaited = work.send(None)
     except StopIteration:
         return
     finally:

@@ -210,9 +210,9 @@ class Model:
     def _check_content(self, pool: PoolSide, pages: Sequence[int], names: Sequence[bytes]) -> None:
         """Remember which of these pages the index has under these names, and hold their bytes against those."""
         found = pool.lender._index.match(names)  # noqa: SLF001 - all at once, as nobody else asks
-        named = {page: name for page, name, there in zip(pages, names, found, strict=True) if there == page}
-        self.contents |= named
-        for page, name in strange(pool.memory, named).items():
+        named = [(page, name) for page, name, there in zip(pages, names, found, strict=True) if there == page]
+        self.contents.update(named)
+        for page, name in strange(pool.memory, [page for page, _ in named], [name for _, name in named]):
             text = f"wrong bytes: p{page} is in the index as {name.hex()[:8]} and does not hold it"
             self.trail.violate(self.process.name, text, f"p{page}")
 

@@ -1,6 +1,6 @@
 """The bytes of a pool's pages, read and written in its mapping: of so few, an array costs more than a copy."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from kvbus.pool.memory import PoolMemory
 
@@ -23,10 +23,10 @@ def write(memory: PoolMemory, pages: Collection[int], first: int, parts: Iterabl
         mapping[at : at + len(part)] = part
 
 
-def strange(memory: PoolMemory, named: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Return the pages that do not hold what their names mean, with those."""
-    found = zip(named.items(), read(memory, named), strict=True)
-    return {page: name for (page, name), there in found if there != name + name}
+def strange(memory: PoolMemory, pages: Collection[int], names: Iterable[bytes]) -> list[tuple[int, bytes]]:
+    """Return the pages that do not hold what their names mean, with those; a page may have two. As with `write`."""
+    found = zip(pages, names, read(memory, pages), strict=False)
+    return [(page, name) for page, name, there in found if there != name + name]
 
 
 def _places(memory: PoolMemory, pages: Collection[int], first: int) -> Iterator[int]:

@@ -22,7 +22,7 @@ forty members share the steps, once in so many of each: looking at a thousand th
 REST_S = 240.0
 """Virtual seconds that everything may take to come to rest: eight times the longest stalled get."""
 REST_LOOK_S = 1.0
-STEPS_MAX_PER_TRANSFER = 20_000
+STEPS_MAX_PER_TRANSFER = 12_000
 """A run that takes so many steps for each of its transfers does not get anywhere: a hundred times what they need."""
 
 
@@ -103,7 +103,7 @@ class World:
             return True
         is_over = loop.now >= self._look_at and self._is_over()
         loop.look_step, loop.look_s = min(self._next_check, self._stop_at_step), self._look_at
-        return is_over
+        return is_over or self.trail.violation is not None  # also one while all was healed
 
     def _look_soon(self) -> None:
         self.loop.look_step = 0

@@ -228,6 +228,7 @@ def _the_last_word_counts() -> Sequence[Patch]:
             return
         if change.result is not None:
             held.bits &= ~RESULT_BITS
+            held.closed = False
             held.said = change.result
             self._take_result(held, change.result, change.text)
         if change.evidence is not None and held.attempt_open:

@@ -17,7 +17,7 @@ from kvbus.testing.sim.town import Town
 from kvbus.testing.sim.trail import Trail
 from kvbus.testing.sim.truth import Truth
 
-STEPS_MAX = 60_000
+STEPS_MAX = 36_000
 """Twenty times what the longest script takes; more means that a member runs in circles."""
 
 
