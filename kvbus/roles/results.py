@@ -130,7 +130,7 @@ class Results:
             log.info("result for %s not sent: %s", requester, error)
 
     def _say(self, requester: str, body: Body, cause: str) -> None:
-        """Tell something soon: one task, which lasts until the close, tells in order all that there is to say by then."""
+        """Tell something soon: one task, which lasts until the close, tells in order what there is to say by then."""
         self._unsaid.append((requester, body, cause))
         self._go_on()
 

@@ -139,6 +139,33 @@ def test_what_begins_at_once_takes_a_task_only_where_it_waits() -> None:
     assert ran == ["short begins", "short ends", "long begins", "2 tasks", "long ends"]
 
 
+def test_what_strikes_after_some_turns_comes_between_two_that_follow_each_other() -> None:
+    ran: list[int] = []
+
+    async def script(place: Place) -> None:
+        loop, victim = place.broker.loop, Actor("victim")
+        began_at = loop.time()
+
+        def turn(number: int) -> None:
+            ran.append(number)
+            loop.post(victim, turn, number + 1)
+
+        loop.after_turns(victim, 3, lambda: loop.kill(victim))
+        loop.post(victim, turn, 0)
+        await until_dead(victim)
+        assert loop.time() == began_at, "it never rested, and died all the same"
+
+    async def until_dead(victim: Actor) -> None:
+        for _ in range(10_000):
+            if not victim.alive:
+                return
+            await asyncio.sleep(0)  # noqa: TID251 - virtual
+
+    simulated(script)
+    assert ran == list(range(len(ran)))
+    assert 2 <= len(ran) < 1_000
+
+
 def test_work_that_began_at_once_hears_of_what_failed_while_it_waits() -> None:
     heard: list[str] = []
 

@@ -4,10 +4,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from kvbus.testing.sim.member import Member
 from kvbus.testing.sim.town import Town
 
+TURNS_MAX = 24
+"""Turns that a member has before it is struck, at most: as many as a transfer takes on one side, more or less."""
 PARTITION_MAX_S = 15.0
 OUTAGE_MAX_S = 5.0
 PAUSE_MAX_S = 6.0
@@ -29,7 +32,7 @@ class Chaos:
     async def run(self) -> None:
         """Start every kind of fault that has a rate."""
         rates = self._rates
-        kinds: tuple[tuple[float, Callable[[], None]], ...] = (
+        kinds: tuple[tuple[float, Callable[[Member], None]], ...] = (
             (rates.partition_s, self._partition),
             (rates.broker_restart_s, self._broker),
             (rates.crash_s, self._crash),
@@ -56,28 +59,32 @@ class Chaos:
             member.process.lender_fails = False
             town.truth.loop.resume(member.actor)
 
-    async def _repeat(self, pause_s: float, strike: Callable[[], None]) -> None:
+    async def _repeat(self, pause_s: float, strike: Callable[[Member], None]) -> None:
         while not self._healed:
             await asyncio.sleep(self._random.expovariate(1 / pause_s))
-            if not self._healed:
-                strike()
+            member = self._one()
+            if member is not None:  # also between two turns that follow each other: now, nobody had anything to do
+                turns = self._random.randrange(TURNS_MAX)
+                self._town.truth.loop.after_turns(member.actor, turns, partial(self._strike, strike, member))
+
+    def _strike(self, strike: Callable[[Member], None], member: Member) -> None:
+        if member.alive and not self._healed:
+            strike(member)
 
     def _one(self) -> Member | None:
         running = [member for member in self._town.members.values() if member.alive]
         return self._random.choice(running) if running else None
 
-    def _partition(self) -> None:
-        member = self._one()
-        if member is not None:
-            hole = self._random.random() < 0.5
-            member.bus.hole, member.bus.cut = hole, not hole
-            self._count("partitions", f"{member.process.name} is cut off, {'unseen' if hole else 'seen'}")
-            self._after(self._random.random() * PARTITION_MAX_S, lambda: self._reconnect(member))
+    def _partition(self, member: Member) -> None:
+        hole = self._random.random() < 0.5
+        member.bus.hole, member.bus.cut = hole, not hole
+        self._count("partitions", f"{member.process.name} is cut off, {'unseen' if hole else 'seen'}")
+        self._after(self._random.random() * PARTITION_MAX_S, lambda: self._reconnect(member))
 
     def _reconnect(self, member: Member) -> None:
         member.bus.hole = member.bus.cut = False
 
-    def _broker(self) -> None:
+    def _broker(self, _member: Member) -> None:
         broker = self._town.broker
         if broker.up:
             keep = self._random.random() >= self._rates.store_lost
@@ -85,10 +92,7 @@ class Chaos:
             broker.stop(keep_store=keep)
             self._after(self._random.random() * OUTAGE_MAX_S, broker.start)
 
-    def _crash(self) -> None:
-        member = self._one()
-        if member is None:
-            return
+    def _crash(self, member: Member) -> None:
         if self._random.random() < self._rates.graceful:
             self.counts["stops"] += 1
             self._town.quit(member)
@@ -96,38 +100,31 @@ class Chaos:
             self.counts["crashes"] += 1
             self._town.kill(member)
 
-    def _engine(self) -> None:
-        member = self._one()
-        if member is not None and member.parts is not None:
+    def _engine(self, member: Member) -> None:
+        if member.parts is not None:
             self.counts["engine_deaths"] += 1
             member.parts.engine.die()
 
-    def _pause(self) -> None:
-        member = self._one()
-        if member is not None:
-            self._count("pauses", f"{member.process.name} stands still")
-            loop = self._town.truth.loop
-            loop.pause(member.actor)
-            self._after(self._random.random() * PAUSE_MAX_S, lambda: loop.resume(member.actor))
+    def _pause(self, member: Member) -> None:
+        self._count("pauses", f"{member.process.name} stands still")
+        loop = self._town.truth.loop
+        loop.pause(member.actor)
+        self._after(self._random.random() * PAUSE_MAX_S, lambda: loop.resume(member.actor))
 
-    def _lender(self) -> None:
+    def _lender(self, member: Member) -> None:
         """Let a lender fail at its next return; somebody ends that member a while later, as its log asks for."""
-        member = self._one()
-        if member is not None:
-            member.process.lender_fails = True
-            self._count("lender_failures", f"{member.process.name} has a lender that will fail")
-            self._after(self._random.random() * PARTITION_MAX_S, lambda: self._replace(member))
+        member.process.lender_fails = True
+        self._count("lender_failures", f"{member.process.name} has a lender that will fail")
+        self._after(self._random.random() * PARTITION_MAX_S, lambda: self._replace(member))
 
     def _replace(self, member: Member) -> None:
         if member.alive and member.process.lender_failed:
             self._town.kill(member)
 
-    def _jump(self) -> None:
-        member = self._one()
-        if member is not None:
-            member.wall_offset_s += self._random.uniform(-JUMP_MAX_S, JUMP_MAX_S)
-            self._count("clock_jumps", f"{member.process.name} has its clock set")
-            self._after(self._random.random() * WRONG_CLOCK_MAX_S, lambda: self._set_right(member))
+    def _jump(self, member: Member) -> None:
+        member.wall_offset_s += self._random.uniform(-JUMP_MAX_S, JUMP_MAX_S)
+        self._count("clock_jumps", f"{member.process.name} has its clock set")
+        self._after(self._random.random() * WRONG_CLOCK_MAX_S, lambda: self._set_right(member))
 
     def _set_right(self, member: Member) -> None:
         member.wall_offset_s = 0.0

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvbus.engines.base import Prefilled
@@ -58,14 +59,14 @@ class SimEngine:
         if prompt.text is None:
             return Refusal("this engine takes tokens and text only")
         text = prompt.text
-        return await self._ask(self._tokenized(text))
+        return await self._ask(partial(self._tokenized, text))
 
     async def prefill(self, ids: tuple[int, ...], salt: str, budget_s: float) -> Prefilled | Refusal:
         """Have the engine compute and store a prompt; EngineError where it goes away or takes too long."""
         run = self._attached()
         try:
             async with asyncio.timeout(budget_s):
-                prefilled = await self._ask(self._prefilled(run, ids, salt))
+                prefilled = await self._ask(partial(self._prefilled, run, ids, salt))
         except TimeoutError:
             raise EngineError("the engine did not answer within the budget") from None
         try:
@@ -99,11 +100,10 @@ class SimEngine:
             raise EngineError("no engine is attached to this worker; start one, or wait until it has loaded")
         return self._run
 
-    async def _ask(self, work: Coroutine[object, object, T]) -> T:
+    async def _ask(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
         """Run work in the engine's process, and return what it returns to the member that waits here."""
         run = self._run
         if run is None:
-            work.close()
             raise EngineError("no engine is attached to this worker; start one, or wait until it has loaded")
         answer: asyncio.Future[T] = self._loop.create_future()
         run.waiting.append(answer)
@@ -111,7 +111,7 @@ class SimEngine:
         async def carry() -> None:
             value: T | Exception
             try:
-                value = await work
+                value = await work()
             except EngineError as error:
                 value = error
             self._loop.post(self._member, self._answer, answer, value)
@@ -119,15 +119,24 @@ class SimEngine:
         self._loop.spawn(run.actor, carry(), "engine call")
         try:
             return await answer
+        except asyncio.CancelledError:
+            if not answer.cancelled() and answer.exception() is None:  # it came in the moment of the cancel
+                self._give_back(answer.result())
+            raise
         finally:
             run.waiting.remove(answer)
 
     def _answer(self, answer: "asyncio.Future[T]", value: "T | Exception") -> None:
-        """Give an answer to whoever waits for it; what was prefilled for nobody is released, as the port does."""
-        if answer.done() and isinstance(value, Prefilled):
+        """Give an answer to whoever waits for it."""
+        if answer.done():
+            self._give_back(value)
+        _settle(answer, value)
+
+    def _give_back(self, value: object) -> None:
+        """Release what was prefilled for nobody, as the port does."""
+        if isinstance(value, Prefilled):
             with contextlib.suppress(PeerError):  # its engine was lost meanwhile, and its handles with it
                 self._desk.release(value.handle)
-        _settle(answer, value)
 
     # ---------------------------------------------------------------------------------- in the engine's own process
 

@@ -6,17 +6,16 @@ next timer. An actor that was killed runs nothing any more, whatever it had sche
 """
 
 import asyncio
-import contextlib
 import heapq
 import random
 from asyncio import events, futures
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, ContextVar, copy_context
-from types import coroutine
 from typing import Any, TypeVar
 
 from kvbus.roles.moments import wake
+from kvbus.testing.sim.coroutines import closed, resumed
 
 T = TypeVar("T")
 
@@ -43,6 +42,21 @@ class Actor:
 
     def __repr__(self) -> str:
         return f"<Actor {self.name}{'' if self.alive else ' dead'}>"
+
+
+class _Fuse(deque[_Turn]):
+    """The turns of an actor for which something waits until it has been given so many more; others have a deque."""
+
+    def __init__(self, turns: Iterable[_Turn], left: int, burnt: Callable[[], None]) -> None:
+        super().__init__(turns)
+        self._left, self._burnt = left, burnt
+
+    def append(self, turn: _Turn) -> None:
+        """Give the actor one more turn."""
+        super().append(turn)
+        self._left -= 1
+        if self._left == 0:
+            self._burnt()
 
 
 class SimTask(asyncio.Task[T]):
@@ -210,7 +224,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined] # noqa: SLF001 - it dies pending
             if task is not current:
-                actor.context.copy().run(_close, task)
+                actor.context.copy().run(closed, task)
 
     def pause(self, actor: Actor) -> None:
         """Let nothing of an actor run until `resume`: a stopped process, or a machine that swaps."""
@@ -239,7 +253,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             awaited = work.send(None)
         except StopIteration:
             return
-        self.spawn(self.current, _resumed(work, awaited), name)
+        self.spawn(self.current, resumed(work, awaited), name)
 
     def post(self, actor: Actor, callback: Callable[..., object], *args: object, delay_s: float = 0.0) -> None:
         """Have an actor call something, now or later; it is not taken back."""
@@ -247,6 +261,22 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._set_timer(self.now + delay_s, callback, args, actor, actor.context)
         else:
             self._enqueue(actor, (callback, args, actor.context, None))
+
+    def after_turns(self, actor: Actor, turns: int, strike: Callable[[], None]) -> None:
+        """Have something called by the world once an actor has been given so many more turns, the last still unrun.
+
+        The world then is one of those that are drawn from: it may come before that turn, or after some more. Never
+        where the actor dies before; at once where something waits for this actor already.
+        """
+
+        def burnt() -> None:
+            actor.ready = deque(actor.ready)
+            self._enqueue(self._world, (strike, (), self._world.context, None))
+
+        if turns and not isinstance(actor.ready, _Fuse):
+            actor.ready = _Fuse(actor.ready, turns, burnt)
+        else:
+            strike()
 
     def arrive(self, delay_s: float, callback: Callable[..., object], *args: object) -> "SimTimer":
         """Have something called later that only wakes an actor, or hands it something: as a wire does, of no actor."""
@@ -356,33 +386,5 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
 
-async def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> None:
-    """Go on with work that waits already."""
-    await _going_on(work, awaited)
-
-
-@coroutine
-def _going_on(work: Coroutine[Any, Any, None], awaited: object) -> Generator[object, None, None]:
-    try:
-        while True:
-            try:
-                yield awaited
-            except Exception as error:  # noqa: BLE001 - what it waits for has failed, which is the work's to hear
-                awaited = work.throw(error)
-            else:
-                awaited = work.send(None)
-    except StopIteration:
-        return
-    finally:
-        work.close()
-
-
 def _nothing() -> None:
     """What a handle stands for that ends no call: one that was cancelled, or that of nobody."""
-
-
-def _close(task: "asyncio.Task[Any]") -> None:
-    """Close the coroutine of a dead task; whatever its `finally` blocks do, they do to a dead process."""
-    coro: Any = task.get_coro()
-    with contextlib.suppress(BaseException):  # a dead process has nobody to tell
-        coro.close()
