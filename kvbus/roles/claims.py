@@ -16,6 +16,11 @@ KEEP_S = 3.0
 """The queue offers a request again 10 s after the last sign of life: three signs, so that one may be lost."""
 CLAIM_S = 7.0
 """So long a delivery is surely the current one: 10 s, less 2 s that a word may be under way, less one to spare."""
+CONFIRMED_S = 9.0
+"""A sign of life that is confirmed by then came before the next offer: 10 s, less one to spare."""
+LAST_WORD_S = 4.0
+"""Said by then, a last word comes before the next offer, although it is under way for as long as a call to the broker
+waits: 10 s, less those 5 s, less one to spare."""
 GIVE_BACK_S = 0.5
 """Before the request is offered again to whoever leads by then; less than a member takes to see that it leads."""
 
@@ -33,7 +38,11 @@ class Claim:
     @property
     def stands(self) -> bool:
         """Whether nobody else can have been offered the request since."""
-        return self.clock() - self.signed_at < CLAIM_S
+        return self._age_s < CLAIM_S
+
+    @property
+    def _age_s(self) -> float:
+        return self.clock() - self.signed_at
 
     async def keep(self) -> None:
         """Say that it is worked on; a broker that does not answer offers it again."""
@@ -45,7 +54,8 @@ class Claim:
         except BusError as error:
             log.info("sign of life not sent: %s", error)
         else:
-            self.signed_at = now
+            if self._age_s < CONFIRMED_S:  # else it may have lengthened another's delivery
+                self.signed_at = now
 
     async def finish(self) -> None:
         """Take the request off the queue, unless it may be another's by now."""
@@ -56,8 +66,10 @@ class Claim:
         await self._end(lambda: self.work.give_back(GIVE_BACK_S), "given back")
 
     async def _end(self, say: Callable[[], Awaitable[None]], what: str) -> None:
-        if not self.stands:
-            log.info("request on %s not %s: it was offered again since", self.work.delivery.subject, what)
+        if self._age_s >= LAST_WORD_S:
+            await self.keep()
+        if self._age_s >= LAST_WORD_S:
+            log.info("request on %s not %s: it may be offered again by then", self.work.delivery.subject, what)
             return
         try:
             await say()

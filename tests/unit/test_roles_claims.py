@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvbus.events import Header, TransferRequested, TransferVerdict, encode
 from kvbus.names import request_hash
 from kvbus.parts import Prompt
 from kvbus.roles.admitting import Offer
-from kvbus.roles.claims import CLAIM_S, KEEP_S, Claim
+from kvbus.roles.claims import CLAIM_S, CONFIRMED_S, KEEP_S, Claim
 from kvbus.roles.intake import Intake
 from kvbus.roles.offer_book import OFFERS_MAX, OfferBook
 from kvbus.roles.recorder import Recorder
@@ -104,6 +105,44 @@ async def test_a_claim_that_may_be_anothers_says_nothing_and_the_request_stays_w
     assert await bus.store(SUBJECT, b"y", message_id="y") == NotStored("pending")
     await second.finish()
     assert not await is_queued(bus)
+
+
+@dataclass
+class Late:
+    """Work whose words are under way for a while."""
+
+    work: Work
+    clock: Clock
+    under_way_s: float
+    said: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.work, name)
+
+    async def keep(self) -> None:
+        self.said.append("keep")
+        await self.work.keep()
+        self.clock.now += self.under_way_s
+
+    async def finish(self) -> None:
+        self.said.append("finish")
+        await self.work.finish()
+
+
+# P20
+@pytest.mark.parametrize(("under_way_s", "said"), [(0.1, ["keep", "finish"]), (4.2, ["keep"])])
+async def test_a_last_word_that_could_come_after_the_next_offer_waits_for_a_sign_of_life_that_came_before_it(
+    bus: Bus, under_way_s: float, said: list[str]
+) -> None:
+    # Planted fault that this catches: whatever is confirmed lengthens the claim, or a claim that stands says all.
+    claim, clock = await claimed(bus)
+    late = Late(claim.work, clock, under_way_s)
+    claim.work = late  # type: ignore[assignment] # it hands on what it does not say itself
+    clock.now += CONFIRMED_S - 4.1
+    assert claim.stands
+    await claim.finish()
+    assert late.said == said
+    assert await is_queued(bus) == ("finish" not in said)
 
 
 # P20
