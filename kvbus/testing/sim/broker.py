@@ -293,12 +293,13 @@ class SimBroker:
         there = self._queue.get(queue)
         return queue, there is not None and there.get(waiting.sequence) is waiting
 
-    def remove(self, waiting: Waiting) -> None:
-        """Take a request off the queue."""
+    def remove(self, waiting: Waiting) -> bool:
+        """Take a request off the queue; False where it is not there any more, as after the loss of the store."""
         queue, there = self.find(waiting)
         if there:
             del self._queue[queue][waiting.sequence]
             self._pending.pop(waiting.subject, None)
+        return there
 
     def queued_in(self, queue: str) -> int:
         """Requests that wait or run in one queue."""

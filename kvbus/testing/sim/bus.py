@@ -355,9 +355,9 @@ class _SimWork:
         """Take the message off the queue."""
         self._claim()
         await self._bus._reach(CALL_S)  # noqa: SLF001
-        self._bus.broker.remove(self._waiting)
         waiting = self._waiting
-        self._bus.on_taken_off(waiting.subject.rpartition(".")[2], waiting.message_id)
+        if self._bus.broker.remove(waiting):
+            self._bus.on_taken_off(waiting.subject.rpartition(".")[2], waiting.message_id)
         await self._bus._return(CALL_S)  # noqa: SLF001
         self._ended = True
 

@@ -99,15 +99,15 @@ class GatedBroker(SimBroker):
         self.trail.note("world", f"the broker loses its power, and the last decision of {instance}")
         self.life += 1
 
-    def remove(self, waiting: Waiting) -> None:
-        """See `SimBroker`."""
+    def remove(self, waiting: Waiting) -> bool:
+        """See `SimBroker`; False where it is held, and the request so still there."""
         gate = next((gate for gate in self.gates if gate.matches(ACK, "")), None)
         if gate is None:
-            super().remove(waiting)
-            return
+            return super().remove(waiting)
         self.trail.note("script", f"an ack of request {waiting.sequence} is held")
         remove = super().remove
         gate.take(lambda: remove(waiting))
+        return False
 
     def _arrive(self, listener: Listener, delivery: Delivery, answer: Callable[[bytes], None] | None) -> None:
         go_on, receiver = super()._arrive, _owner(listener)
