@@ -55,7 +55,7 @@ def _take_notes(path: Path) -> None:
 
     def noted(self: Recorder, lane: Lane, *event: object, **rest: object) -> None:
         put(self, lane, *event, **rest)
-        note("D" if _SETTLE in lane.subject else "S", f"{self._speaker}.{self._sequence}")
+        note("D" if _SETTLE in lane.subject else "S", f"{self._name}.{self._sequence}")
 
     async def stored(self: NatsBus, subject: str, data: bytes, *, message_id: str, **rest: object) -> object:
         note("T", message_id)
