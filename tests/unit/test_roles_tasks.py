@@ -8,6 +8,7 @@ import pytest
 
 from kvbus.roles.moments import Moment
 from kvbus.roles.tasks import Tasks, started
+from tests.waiting import until
 
 
 class Told:
@@ -30,8 +31,7 @@ class Told:
 @asynccontextmanager
 async def waiting(moment: Moment, wait_s: float) -> AsyncIterator[asyncio.Task[bool]]:
     task = asyncio.get_running_loop().create_task(moment.within(wait_s))
-    while "waiting=0" in repr(moment):
-        await asyncio.tasks.sleep(0)
+    await until(lambda: "waiting=0" not in repr(moment))
     yield task
 
 
@@ -53,8 +53,7 @@ async def test_a_task_that_is_cancelled_before_its_first_turn_ends_all_the_same(
 async def test_a_task_that_is_cancelled_while_it_waits_ends() -> None:
     told = Told()
     task = told.start(lasts=True)
-    while not told.words:
-        await asyncio.tasks.sleep(0)
+    await until(lambda: bool(told.words))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert told.words == ["began", "ended"]

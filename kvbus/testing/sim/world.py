@@ -23,7 +23,7 @@ REST_S = 240.0
 """Virtual seconds that everything may take to come to rest: eight times the longest stalled get."""
 REST_LOOK_S = 1.0
 STEPS_MAX_PER_TRANSFER = 12_000
-"""A run that takes so many steps for each of its transfers does not get anywhere: a hundred times what they need."""
+"""A run that takes so many steps for each of its transfers does not get anywhere: hundreds of times what they need."""
 
 
 @dataclass(frozen=True, slots=True)
